@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nsa.cli.runs import Device
 from nsa.errors import check, check_output, fail
 
 if TYPE_CHECKING:
     from nsa.train.generation import Generation, Speed
+    from nsa.train.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], int], "Generation"]  # prompts and the number of the first one
 
@@ -70,11 +71,10 @@ def generate(
     """
     from nsa.train.run_folder import RunFolder
 
-    given = [name for name, one in (("--prompt", prompt), ("--prompt-file", prompt_file)) if one]
-    rule = "be given, or --prompt-file or --interactive"
-    check(bool(given) or interactive, "generate", "--prompt", rule, "none of them")
+    has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
+    check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
     rule = "stand without --prompt and --prompt-file"
-    check(not (given and interactive), "generate", "--interactive", rule, "both")
+    check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
     check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
     config = folder.load_config()
@@ -85,42 +85,53 @@ def generate(
     check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is answered without it.
+    from nsa.train.sampling import Sampling
+    from nsa.train.watch.out_of_memory import explained
+
+    options = {
+        "sampling": Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or [],
+        "compute_dtype": config.compute_dtype,
+    }
+    hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
+    with explained("generate", "the text", lambda: hint):
+        start = _starter(folder, checkpoint, device, seed, options, selects=picture is not None)
+        if interactive:
+            _converse(start, picture)
+        else:
+            _write(prompts, batch_size, start, picture)
+    return 0
+
+
+def _starter(
+    folder: RunFolder,
+    checkpoint: str,
+    device: Device,
+    seed: int,
+    options: dict[str, Any],
+    *,
+    selects: bool,
+) -> Start:
+    """Load the model of a run, which must have the selected branch if ``selects``."""
     from nsa.train import generation
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.inference import load_model
     from nsa.train.runs.selection import check_selects
-    from nsa.train.sampling import Sampling
-    from nsa.train.watch.out_of_memory import check_fits, explained
+    from nsa.train.watch.out_of_memory import check_fits
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    config = folder.load_config().model
     path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
-    check_fits("generate", config.model, where, training=False)
-    if picture is not None:
-        check_selects("generate", "--show-selection", config.model)
-    hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    with explained("generate", "the text", lambda: hint):
-        model, _ = load_model(config.model, path, where)
-        tokenizer = load_tokenizer(folder.tokenizer)
-
-        def start(texts: Sequence[str], number: int) -> Generation:
-            return generation.generate(
-                model,
-                tokenizer,
-                texts,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop=stop or [],
-                seed=seed + number,
-                compute_dtype=config.compute_dtype,
-            )
-
-        if interactive:
-            _converse(start, picture)
-        else:
-            _write(prompts, batch_size, start, picture)
-    return 0
+    check_fits("generate", config, where, training=False)
+    if selects:
+        check_selects("generate", "--show-selection", config)
+    model, _ = load_model(config, path, where)
+    tokenizer = load_tokenizer(folder.tokenizer)
+    return lambda texts, number: generation.generate(
+        model, tokenizer, texts, seed=seed + number, **options
+    )
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Generator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nsa.train.distributed.processes import Processes
     from nsa.train.profiler.session import Plan
     from nsa.train.run_folder import RunFolder
+    from nsa.train.telemetry.progress import RunReport
     from nsa.train.trainer import Trainer
 
 EXIT_FAILED, EXIT_SIGNAL = 1, 128
@@ -151,27 +152,18 @@ def _run(
     from nsa.train.watch.out_of_memory import explained, hint_for_run
     from nsa.train.watch.watchdog import Watchdog
 
-    plotted, log = time.monotonic(), folder.log if processes.is_main else None
-
-    def on_row(row: dict[str, Any]) -> None:
-        nonlocal plotted
-        report.row(row)
-        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
-            _plot(folder)
-            plotted = time.monotonic()
+    log = folder.log if processes.is_main else None
 
     def on_step() -> None:
         report.step(trainer.state.progress.step)
         if recording is not None:
-            trainer.beat("profile", PROFILE_LIMIT_S)
             next(recording)
 
-    command = "train" if plan is None else "nsa profile"
     with (
         folder.in_use() if processes.is_main else nullcontext("") as remark,
         RunReport(log, plan.num_steps if plan else config.steps, held=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
-        explained(command, "the run", lambda: hint_for_run(config, folder)),
+        explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
         report.line(f"run folder: {folder.path}", event="start")
         if remark:
@@ -182,15 +174,14 @@ def _run(
             processes=processes,
             resume=not is_new,
             init_from=init_from,
-            on_row=on_row,
+            on_row=_on_row(report, folder),
             on_step=on_step,
             beat=watchdog.beat,
         )
         report.begin()
-        done = trainer.state.progress.step
+        done, recording = trainer.state.progress.step, plan and _recording(trainer, plan, folder)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
-        recording = None if plan is None else _recording(trainer, plan, folder)
         try:
             result = trainer.run()
         except TrainingStoppedError as error:
@@ -206,6 +197,20 @@ def _run(
             return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
         report.line(_summary(folder, result.step, done), event="finish")
     return 0
+
+
+def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], None]:
+    """Function that reports a row and sometimes draws the plot."""
+    plotted = time.monotonic()
+
+    def on_row(row: dict[str, Any]) -> None:
+        nonlocal plotted
+        report.row(row)
+        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
+            _plot(folder)
+            plotted = time.monotonic()
+
+    return on_row
 
 
 def _summary(folder: RunFolder, step: int, before: int) -> str:
@@ -290,10 +295,17 @@ def profile(
 
 
 def _recording(trainer: Trainer, plan: Plan, folder: RunFolder) -> Generator[None]:
+    """Profile a run whose ``on_step`` continues this generator, which has begun."""
     from nsa.train.profiler.session import record
+
+    def recording() -> Generator[None]:
+        with closing(record(trainer, plan, target)) as steps:
+            for _ in steps:
+                yield
+                trainer.beat("profile", PROFILE_LIMIT_S)
 
     target = folder.path / "profile"
     target.mkdir(exist_ok=True)
-    recording = record(trainer, plan, target)
-    next(recording)
-    return recording
+    begun = recording()
+    next(begun)
+    return begun
