@@ -1,4 +1,4 @@
-"""The one form of error message that the public boundary uses."""
+"""Errors of users, and the checks that raise them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
-# Errors of an output that a run does without, a picture or a sample for example: of the disk, of
-# memory, of the device, and of a library that is broken or was exchanged while the run went on.
+# Errors of an optional output, for example a picture or a sample: of the disk, memory, the device,
+# and of a library that is broken or was replaced during the run.
 OUTPUT_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -28,20 +28,20 @@ OUTPUT_ERRORS = (
     ValueError,
 )
 
-MOST = 2**63 - 1  # what 64 bits hold
+MOST = 2**63 - 1  # 64 bits
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; the message alone is enough to correct it.
+    """A mistake of the user; the message is enough to correct it.
 
-    Commands print it as one line. Every other exception is a bug and keeps its traceback.
+    Commands print it as one line. Other exceptions are bugs and keep their traceback.
 
     Attributes:
         function: public name that the user called; it is not part of the message.
         argument: name of the argument at fault.
-        rule: what must hold, written so that it follows "must".
-        value: what was given.
-        hint: what to do about it; may be empty.
+        rule: the rule, as the words after "must".
+        value: the given value.
+        hint: advice; may be empty.
     """
 
     def __init__(self, function: str, argument: str, rule: str, value: Any, hint: str = "") -> None:
@@ -59,7 +59,7 @@ class UserError(ValueError):
 
 
 class UsageError(ValueError):
-    """A command line that cannot be run as it is, in the usual words for command lines."""
+    """A command line that cannot be parsed."""
 
 
 def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") -> NoReturn:
@@ -68,9 +68,9 @@ def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") ->
     Args:
         function: public name that the user called, for example ``"window_attention"``.
         argument: name of the argument at fault.
-        rule: what must hold, written so that it follows "must".
-        value: what was given.
-        hint: what to do about it, a sentence; may be empty.
+        rule: the rule, as the words after "must".
+        value: the given value.
+        hint: advice, a sentence; may be empty.
 
     Raises:
         UserError: always, as ``<argument> must <rule>, got <value>. <hint>``.
@@ -86,14 +86,14 @@ def check(
     value: Any,
     hint: str = "",
 ) -> None:
-    """Raise as :func:`fail` does unless ``condition`` holds."""
+    """Raise the error of :func:`fail` if ``condition`` is false."""
     if not condition:
         fail(function, argument, rule, value, hint)
 
 
 @contextmanager
 def optional_output(name: str) -> Iterator[None]:
-    """Context manager: turn an error in an output that a run does without into a warning.
+    """Context manager: turn an error of an optional output into a warning.
 
     Args:
         name: the output.
@@ -105,7 +105,7 @@ def optional_output(name: str) -> Iterator[None]:
 
 
 def check_output(function: str, argument: str, path: Path | None, *, is_new: bool = False) -> None:
-    """Refuse a file to be written that could not be, or that must be new; None is accepted."""
+    """Check that a file can be written, and with ``is_new`` does not exist; None is accepted."""
     if path is not None:
         fits = path.parent.is_dir() and not (path.exists() if is_new else path.is_dir())
         rule = f"name a {'new ' * is_new}file in an existing folder"
@@ -113,7 +113,7 @@ def check_output(function: str, argument: str, path: Path | None, *, is_new: boo
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Check that fields of a dataclass are above 0; the message names the field."""
+    """Check that fields of a dataclass are above 0."""
     for name in names:
         value = getattr(config, name)
         check(value > 0, type(config).__name__, name, "be positive", value)
@@ -121,7 +121,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Check that fields of a dataclass are 0 or above, as :func:`check_positive`."""
+    """Check that fields of a dataclass are 0 or above."""
     for name in names:
         value = getattr(config, name)
         check(value >= 0, type(config).__name__, name, "be at least 0", value)
@@ -129,7 +129,7 @@ def check_not_negative(config: Any, *names: str) -> None:
 
 
 def check_at_most(config: Any, most: int, *names: str) -> None:
-    """Check that integer fields of a dataclass do not exceed ``most``; others are accepted."""
+    """Check that integer fields of a dataclass are at most ``most``; others are accepted."""
     for name in names:
         value = getattr(config, name)
         fits = not isinstance(value, int) or value <= most
@@ -137,12 +137,12 @@ def check_at_most(config: Any, most: int, *names: str) -> None:
 
 
 def check_default(config: Any, needed: bool, where: str, *names: str, hint: str = "") -> None:
-    """Check that fields of a dataclass have their defaults where nothing needs them.
+    """Check that fields of a dataclass have their defaults unless they are needed.
 
     Args:
         config: the dataclass.
         needed: whether they may differ.
-        where: what does not need them, for example ``policy full``.
+        where: setting that does not need them, for example ``policy full``.
         names: the fields.
         hint: see :func:`fail`.
     """
@@ -153,20 +153,20 @@ def check_default(config: Any, needed: bool, where: str, *names: str, hint: str 
         check(fits, type(config).__name__, name, rule, value, hint)
 
 
-_LIKE = 0.6  # as difflib's own
+_LIKE = 0.6  # difflib's own limit
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that ``word`` most likely stands for, None if none is like it.
+    """Return the candidate that is most similar to ``word``; None if none is similar.
 
-    The last parts of dotted names are compared word by word, so that a common section is no
-    likeness: ``--lr`` finds ``--optim.lr``, ``--layers`` ``--model.num-layers``, and
+    The last parts of dotted names are compared word by word, so that a common section does not
+    count: ``--lr`` finds ``--optim.lr``, ``--layers`` finds ``--model.num-layers``, and
     ``--batch-size`` does not find ``--model.nsa.block-size``.
 
     Args:
-        word: what was given.
-        candidates: names; a mapping to their descriptions also finds a name by two or more words of
-            its description, such as ``--learning-rate``.
+        word: the given word.
+        candidates: names. If they map to descriptions, two or more words of a description also
+            find its name, such as ``--learning-rate``.
     """
     words = _last_words(word)
     found = max(sorted(candidates), key=lambda name: _likeness(word, name), default=None)
@@ -177,7 +177,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def _likeness(word: str, candidate: str) -> tuple[float, float]:
-    """How alike the last parts of two names are, then the whole names."""
+    """Similarity of the last parts of two names, then of the whole names."""
     mine, its = _last_words(word), _last_words(candidate)
     if len(mine) == len(its):
         pairs = [pair for pair in zip(mine, its, strict=True) if pair[0] != pair[1]]
@@ -199,7 +199,7 @@ def _ratio(first: str, second: str) -> float:
 
 
 def nearest_hint(name: str | None) -> str:
-    """The sentence for what :func:`nearest` found; empty where that is nothing."""
+    """The sentence for a result of :func:`nearest`; empty for None."""
     return "" if name is None else f"The nearest is {name}."
 
 

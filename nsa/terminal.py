@@ -1,4 +1,4 @@
-"""Text on a terminal: control characters are shown there and never obeyed."""
+"""Text on a terminal: control characters are escaped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-# Control characters but newline and tab, and those that reverse the direction of a text.
+# Control characters except newline and tab, and those that change the direction of text.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\n\t")}
 _DIRECTIONS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _SHOWN = {code: f"\\x{code:02x}" for code in _CONTROLS}
@@ -17,19 +17,19 @@ _SHOWN |= {code: f"\\u{code:04x}" for code in _DIRECTIONS}
 
 
 def visible(text: str) -> str:
-    r"""Text that a terminal may get: an escape is ``\x1b`` in it, a reversed direction ``\u202e``.
+    r"""Escape the control characters of a text, for example as ``\x1b`` or ``\u202e``.
 
     Args:
-        text: generated, from a file or from a command line.
+        text: any text.
     """
     return text.translate(_SHOWN)
 
 
 class Terminal:
-    """A terminal to which text is written as :func:`visible` shows it.
+    """A terminal that writes text after :func:`visible`.
 
     Attributes:
-        raw: the stream itself, for what moves the cursor on purpose.
+        raw: the stream itself, for code that moves the cursor.
     """
 
     def __init__(self, raw: TextIO) -> None:
@@ -39,17 +39,17 @@ class Terminal:
         return getattr(self.raw, name)
 
     def write(self, text: str) -> int:
-        """Write the text and return how many of its characters were taken: all."""
+        """Write the text and return its length."""
         self.raw.write(visible(text))
         return len(text)
 
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Context manager in which standard output and error are safe to print any text to.
+    """Context manager in which any text can be printed to standard output and error.
 
-    On a terminal control characters are shown; what an encoding lacks is escaped; a stream that
-    was closed before the start is empty, or takes everything and loses it.
+    On a terminal control characters are escaped, and so are characters that the encoding lacks.
+    Streams that were closed before the start are replaced by the null device.
     """
     with ExitStack() as stack:
         if sys.stdin is None:

@@ -1,7 +1,7 @@
 """The command ``nsa``: trains, evaluates and generates, reads runs, measures, checks the machine.
 
-Everything heavy is imported inside the command that needs it. A mistake of the user ends in one
-line and exit code 2; a bug keeps its traceback.
+Heavy imports are inside the commands that need them. A mistake of the user ends in one line and
+exit code 2; a bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,20 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nsa.cli import (
-    bench,
-    commands,
-    data,
-    evaluation,
-    export,
-    generation,
-    inspection,
-    installation,
-    plan,
-    profile,
-    runs,
-    train,
-)
+from nsa.cli import bench, commands, data, generation, plan, runs, train
 from nsa.cli.commands import Command, Group
 from nsa.errors import UsageError, UserError
 from nsa.terminal import safe_output
@@ -34,43 +21,26 @@ from nsa.terminal import safe_output
 EXIT_USER_ERROR, EXIT_SIGNAL = 2, 128
 SIGPIPE = 13  # Windows has no name for it
 
-# Errors of the machine that the user can see to; every other OSError is a bug.
-_MACHINE = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOENT,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ESTALE,
-}
+_BUGS = (None, errno.EBADF, errno.EFAULT, errno.EINVAL)  # other OSErrors the user can act on
 
 COMMANDS = Group(
     "Native Sparse Attention: train a language model, measure it.\nStart with: nsa train cpu-small",
     {
         "train": Command(train.train, "train"),
-        "configs": Command(installation.configs),
+        "configs": Command(plan.configs),
         "plan": Command(plan.plan, "train"),
-        "eval": Command(evaluation.evaluate, "train"),
-        "compare": Command(evaluation.compare, "train"),
+        "eval": Command(runs.evaluate, "train"),
+        "compare": Command(runs.compare, "train"),
         "generate": Command(generation.generate, "train"),
-        "export": Command(export.export, "train"),
-        "inspect": Command(inspection.inspect, "train"),
+        "export": Command(runs.export, "train"),
+        "inspect": Command(runs.inspect, "train"),
         "check": Command(runs.check, "train"),
         "report": Command(runs.report, "train"),
         "track": Command(runs.track, "train"),
         "data": data.COMMANDS,
-        "profile": Command(profile.profile, "train"),
+        "profile": Command(train.profile, "train"),
         "bench": bench.COMMANDS,
-        "doctor": Command(installation.doctor),
+        "doctor": Command(plan.doctor),
     },
 )
 
@@ -82,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after ``nsa``; None takes those of this process.
 
     Returns:
-        Exit code: 0 done, 1 ended without the wanted result, 2 a mistake in what the user gave or a
-        machine that lacks something, 128 + n stopped by signal n.
+        Exit code: 0 success, 1 failure, 2 mistake of the user or missing part of the machine,
+        128 + n ended by signal n.
     """
     with safe_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -92,21 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     try:
         try:
-            return _dispatch(words)
+            return _run(words)
         finally:
-            # Not at the exit of Python, where a reader that has left can no longer be handled.
+            # At the exit of Python a closed pipe could no longer be handled.
             sys.stdout.flush()
     except (UsageError, UserError) as error:
         return _say(str(error))
+    except BrokenPipeError:  # the reader of the output has ended: `| head`
+        # Without it Python would complain at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_SIGNAL + SIGPIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output has left: `| head`
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # or Python would complain at its exit
-            return EXIT_SIGNAL + SIGPIPE
-        if error.errno not in _MACHINE:
+        if error.errno in _BUGS:
             raise
-        said = str(error.strerror)
-        return _say(f"{said}: {error.filename}" if error.filename else said)
+        return _say(str(error.strerror) + (f": {error.filename}" if error.filename else ""))
     except (RuntimeError, MemoryError) as error:
         from nsa.train.watch.out_of_memory import is_out_of_memory, memory_use
 
@@ -119,22 +88,19 @@ def _main(words: list[str]) -> int:
 
 
 def _say(line: str) -> int:
-    """One line that names the command once."""
+    """Print a mistake as one line that names the command once."""
     print(line if line.startswith(("nsa ", "nsa:")) else f"nsa: {line}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 
 def parse(words: Sequence[str]) -> tuple[Callable[..., int], dict[str, Any]] | None:
-    """See :func:`nsa.cli.commands.parse`."""
+    """Find the function that the words after ``nsa`` run, and its arguments; None after help."""
     return commands.parse(COMMANDS, words)
 
 
-def _dispatch(words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     found = parse(words)
-    if found is None:
-        return EXIT_USER_ERROR
-    run, arguments = found
-    return run(**arguments)
+    return EXIT_USER_ERROR if found is None else found[0](**found[1])
 
 
 if __name__ == "__main__":

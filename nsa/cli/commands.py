@@ -1,22 +1,21 @@
-"""Commands from functions: the words of a command are the signature and docstring of a function.
+"""Command lines from functions: a signature and its docstring define the words of a command.
 
-An argument before ``*`` is positional and one behind it an option; ``**settings`` stands for every
-setting of the configuration, by its dotted name. Mistakes are one line, and an option is never
-guessed at or taken twice.
+Arguments before ``*`` are positional and those after it are options; ``**settings`` stands for all
+settings of the configuration, by their dotted names.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import inspect
 import json
 import re
-import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, NoReturn
 
 from nsa.docstrings import about, descriptions
 from nsa.errors import UsageError, nearest, option
@@ -28,7 +27,7 @@ class Command:
     """A command.
 
     Attributes:
-        run: called with the words of the command line; returns the exit code.
+        run: function that takes the arguments and returns the exit code.
         extra: packages that it needs, a key of :data:`nsa.extras.EXTRAS`.
     """
 
@@ -38,11 +37,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """Commands below a word.
+    """Commands with a common first word.
 
     Attributes:
-        about: what they are for; the first line stands in the list of commands.
-        commands: by name.
+        about: description; its first line is shown in the list of commands.
+        commands: commands by name.
     """
 
     about: str
@@ -50,71 +49,51 @@ class Group:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake as a :class:`UsageError` and does not guess at shortened options."""
+    """Reports mistakes as :class:`UsageError`, with a suggestion for a misspelt option."""
 
     def __init__(self, name: str, description: str) -> None:
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(name, None, description, allow_abbrev=False, formatter_class=layout)
-        self.repeatable: set[str] = set()
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of leaving the process."""
+        """Raise instead of ending the process."""
         raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
 
-    def options(self) -> list[str]:
-        """The words of all options."""
-        return [name for action in self._actions for name in action.option_strings]
-
-    @property
-    def described(self) -> dict[str, str]:
-        """Options with their help."""
-        actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        return {name: act.help or "" for act in actions for name in act.option_strings}
-
-    @property
-    def positional(self) -> set[str]:
-        """Names of the arguments without an option."""
-        return {action.dest for action in self._actions if not action.option_strings}
-
     def arguments(self, words: Iterable[str]) -> dict[str, Any]:
-        """The values that words give to the arguments.
+        """Values of the arguments by name.
 
         Raises:
-            UsageError: a word is not known or does not fit, or an option is given twice.
+            UsageError: a word is unknown or invalid, or an option is given twice.
         """
-        known = self.options()
-        words = [*words]
-        while "--set" in words[:-1] and "--set" not in known:
-            at = words.index("--set")
-            words[at : at + 2] = [f"--{words[at + 1]}"]
-            said = f"--set {words[at][2:]} is {words[at]} now; --set goes with the next release"
-            print(f"{self.prog}: {said}", file=sys.stderr)
+        known, given = self._option_string_actions, set[str]()
         words = [_with_dashes(word) for word in words]
-        names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)]
-        options = [name for name in names if name.startswith("--")]
-        for name in options:
-            if name not in known:  # before argparse takes its value for something else
+        for word in takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not name.startswith("--"):
+                continue
+            if name not in known:  # before argparse takes its value for a positional argument
                 said = f"{self.prog}: unrecognized arguments: {name}"
-                if name[2:] in self.positional:
+                if any(action.dest == name[2:] for action in self._get_positional_actions()):
                     raise UsageError(f"{said}; give {name[2:].upper()} without {name}")
-                _fail_unknown(said, name, self.described)
-            if options.count(name) > 1 and name not in self.repeatable:
+                _fail_unknown(said, name, {one: known[one].help or "" for one in known})
+            if name in given and not isinstance(known[name], argparse._AppendAction):
                 self.error(f"argument {name}: given twice")
+            given.add(name)
         return vars(self.parse_args(words))
 
 
 def parse(root: Group, words: Iterable[str]) -> tuple[Callable[..., int], dict[str, Any]] | None:
-    """What runs for the words of a command line, and with which arguments.
+    """Find the function that a command line runs, and its arguments.
 
     Args:
         root: all commands.
-        words: after ``nsa``.
+        words: words after ``nsa``.
 
     Returns:
-        None where a command below is missing, after help.
+        None if a group is named without a command; its help has been printed.
 
     Raises:
-        UsageError: a word is not known or does not fit, or the command needs packages that are not
+        UsageError: a word is unknown or invalid, or the command needs packages that are not
             installed.
     """
     name, rest = "nsa", list(words)
@@ -135,10 +114,10 @@ def parse(root: Group, words: Iterable[str]) -> tuple[Callable[..., int], dict[s
 
 
 def group_parser(name: str, group: Group) -> Parser:
-    """The parser of a word with commands below it, which shows what there is.
+    """Parser that lists the commands of a group.
 
     Args:
-        name: the words before the commands.
+        name: words before the commands.
         group: the commands.
     """
     from nsa.train.environment import version
@@ -149,60 +128,62 @@ def group_parser(name: str, group: Group) -> Parser:
     parser.epilog = f"commands (`{name} COMMAND --help` explains one):"
     for word, command in group.commands.items():
         text = command.about if isinstance(command, Group) else about(command.run)
-        summary = text.splitlines()[0].rstrip(".")
-        parser.epilog += f"\n  {word:12}{summary}"
+        parser.epilog += f"\n  {word:12}{text.splitlines()[0].rstrip('.')}"
     return parser
 
 
 def command_parser(name: str, run: Callable[..., int]) -> Parser:
-    """The parser of a command.
+    """Parser of a command.
 
     Args:
-        name: the words of the command.
+        name: words of the command.
         run: its function.
     """
-    parser = Parser(name, about(run))
-    hints, described = typing.get_type_hints(run), descriptions(run)
-    for argument, parameter in inspect.signature(run).parameters.items():
+    parser, described = Parser(name, about(run)), descriptions(run)
+    hints, parameters = typing.get_type_hints(run), inspect.signature(run).parameters
+    for argument, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            _add_settings(parser)
+            _add_settings(parser, parameters)
             continue
-        hint, default = hints[argument], parameter.default
-        how = _how(typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint)
-        if default is not parameter.empty:
-            how["default"] = default
-            shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-            described[argument] += f" (default {shown})" * (shown not in ("None", "False", ""))
-        how["help"] = _plain(described[argument])
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            required = default is parameter.empty
-            parser.add_argument(option(argument), required=required, **how)
-            parser.repeatable |= {option(argument)} if how.get("action") == "append" else set()
+        text, details = described[argument], _details(hints[argument])
+        is_option, default = parameter.kind is parameter.KEYWORD_ONLY, parameter.default
+        if default is parameter.empty:
+            details |= {"required": True} if is_option else {}
         else:
-            if default is not parameter.empty:
-                how["nargs"] = "*" if "nargs" in how else "?"
-            parser.add_argument(argument, metavar=argument.upper(), **how)
+            details["default"] = default
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            text += f" (default {shown})" * (shown not in ("None", "False", ""))
+            if not is_option:
+                details["nargs"] = "*" if "nargs" in details else "?"
+        if not is_option:
+            details["metavar"] = argument.upper()
+        parser.add_argument(
+            option(argument) if is_option else argument, help=_plain(text), **details
+        )
     return parser
 
 
-def _how(kind: Any) -> dict[str, Any]:
-    """What argparse is told of the type of an argument."""
-    if kind is bool:
-        return {"action": "store_true"}
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return {"choices": inner}
-    if origin is tuple:
-        return {"type": _reader(inner[0]), "nargs": "+"}
-    if origin is list:
-        return {"type": _reader(inner[0]), "action": "append"}
-    return {"type": _reader(kind)}
+def _details(hint: Any) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for a type."""
+    inner = typing.get_args(hint)
+    if type(None) in inner:
+        return _details(inner[0])
+    match typing.get_origin(hint) or hint:
+        case builtins.bool:
+            return {"action": "store_true"}
+        case typing.Literal:
+            return {"choices": inner}
+        case builtins.tuple:
+            return {**_details(inner[0]), "nargs": "+"}
+        case builtins.list:
+            return {**_details(inner[0]), "action": "append"}
+        case builtins.int | builtins.float:
+            return {"type": _number(hint)}
+    return {"type": hint}
 
 
-def _reader(kind: Any) -> Callable[[str], Any]:
-    """The function that reads a word as a value; numbers are finite and fit into 64 bits."""
-    if kind not in (int, float):
-        return cast(Callable[[str], Any], kind)
+def _number(kind: Any) -> Callable[[str], Any]:
+    """Reader of finite numbers that fit into 64 bits."""
 
     def read(word: str) -> Any:
         value = kind(word)
@@ -214,16 +195,16 @@ def _reader(kind: Any) -> Callable[[str], Any]:
     return read
 
 
-def _add_settings(parser: Parser) -> None:
-    """Options for the settings of the configuration, but for those that the command has itself."""
+def _add_settings(parser: Parser, own: Container[str]) -> None:
+    """Add options for the settings of the configuration, except arguments of the command itself."""
     from nsa.train.load import settings
 
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--SETTING VALUE ...]"
-    group, own = parser.add_argument_group("settings of the configuration"), parser.options()
+    group = parser.add_argument_group("settings of the configuration")
     for setting in settings():
-        if option(setting.name) in own:
+        if setting.name in own:
             continue
-        is_choice = typing.get_origin(setting.hint) is Literal
+        is_choice = typing.get_origin(setting.hint) is typing.Literal
         choices = "{" + ",".join(typing.get_args(setting.hint)) + "}" if is_choice else None
         default = json.dumps(setting.default).strip('"')
         group.add_argument(
@@ -236,7 +217,7 @@ def _add_settings(parser: Parser) -> None:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of a docstring."""
+    """The text of a docstring without its markup."""
     return re.sub(r":\w+:|`", "", text).replace("%", "%%")
 
 

@@ -1,4 +1,4 @@
-"""``nsa doctor``: what this machine has, what runs on it, and what does not."""
+"""``nsa doctor``: a report on this machine and on the kernels that run on it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from nsa import configs
 from nsa.bench.points import parse_shape
 from nsa.config import NSAConfig
-from nsa.errors import UserError, check
-from nsa.extras import CORE, EXTRAS, install_command, lacking, missing
+from nsa.errors import check
+from nsa.extras import CORE, EXTRAS, install_command, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._backend import choose_backend
 from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
@@ -49,14 +48,15 @@ Lines = Iterator[str]
 
 
 class Problem(str):
-    """A line about something that will not work."""
+    """A line about something that does not work."""
 
 
 def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") -> int:
-    """Print what there is.
+    """Print the report.
 
     Args:
-        shape: also say what runs for these heads, see :func:`nsa.bench.points.parse_shape`.
+        shape: also report which kernels run for these heads, see
+            :func:`nsa.bench.points.parse_shape`.
         seq_len: tokens of the longest sequence, with ``shape``.
         dtype: ``bf16``, ``fp16`` or ``fp32``, with ``shape``.
 
@@ -78,7 +78,6 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
         sizes = f"D {config.head_dim}, Dv {config.value_dim}"
         title = f"{heads}, {sizes}, {dtype}, sequences of up to {seq_len:,} tokens"
         sections[title] = _kernels(config, seq_len, dtype)
-    sections["configurations"] = _configs()
     count = 0
     for title, lines in sections.items():
         print(title)
@@ -107,7 +106,7 @@ def _versions() -> Lines:
 
 
 def _extras() -> Lines:
-    """Which extras are installed; commands that need another one refuse and name it."""
+    """Extras that are installed. A command without its extra ends with an error that names it."""
     for extra in EXTRAS:
         absent = ", ".join(missing(extra))
         without = f"without {absent}. Install with: {install_command(extra)}"
@@ -157,7 +156,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 def _utilisation(num_gpus: int) -> Lines:
-    """Whether rows of metrics will say how busy the GPUs are."""
+    """Whether rows of metrics will contain the utilisation of the GPUs."""
     version = environment.version("nvidia-ml-py")
     if version is None:
         lost = "runs will not record gpu_utilisation_percent: no nvidia-ml-py"
@@ -172,7 +171,7 @@ def _utilisation(num_gpus: int) -> Lines:
 
 
 def _connections(num_gpus: int) -> Lines:
-    """How GPUs are connected to the host and to each other."""
+    """Connections of the GPUs to the host and to each other."""
     for index, (generation, width) in enumerate(environment.pcie_links() or []):
         yield f"{index}: PCIe generation {generation}, {width} lanes"
     if num_gpus < 2:
@@ -188,10 +187,10 @@ def _connections(num_gpus: int) -> Lines:
 
 
 def _operators() -> Lines:
-    """Which implementation runs on each device, shown by running it."""
+    """The implementation that runs on each device, shown by running it."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         if device == "cuda" and is_too_old(torch.cuda.current_device()):
-            yield "cuda: nothing, the GPU is too old for the Triton kernels"
+            yield "cuda: none, the GPU is too old for the Triton kernels"
             continue
         layer = NativeSparseAttention(_PROBE_WIDTH, _PROBE).to(device)
         x = torch.randn(_PROBE_TOKENS, _PROBE_WIDTH, device=device)
@@ -208,7 +207,7 @@ def _operators() -> Lines:
 
 
 def _tiles() -> Lines:
-    """Which tuning table each GPU takes."""
+    """The tuning table of each GPU."""
     for index in range(torch.cuda.device_count()):
         table, capability = device_table(index)
         where = f"defaults of compute capability {_dotted(capability)}"
@@ -221,7 +220,7 @@ def _tiles() -> Lines:
 
 
 def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
-    """Which kernels and algorithms run for a shape, with which tiles, and why."""
+    """Kernels and algorithms that run for a shape, with their tiles, and why."""
     yield "on a CPU: eager PyTorch"
     n, lengths = config.num_selected_blocks, (seq_len, seq_len, config.block_size)
     tiled = always_tiled("auto", config.group_size, n, *lengths)
@@ -241,11 +240,11 @@ def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
 
 
 def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
-    """Kernels of whole attention that have tiles, forward and backward, as tiles are looked up.
+    """Names in tuning tables of the kernels of attention, forward and backward.
 
     Args:
         seq_len: tokens of the longest sequence.
-        tiled: whether the tiled algorithm of the selected branch runs whatever is chosen.
+        tiled: whether the selected branch always runs the tiled algorithm.
         config: the sparse pattern.
     """
     num_compressed = max((seq_len - config.compress_block_size) // config.compress_stride + 1, 0)
@@ -280,21 +279,3 @@ def _tile_line(
     loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
     counts = f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
     return f"{counts}{loads} ({why})"
-
-
-def _configs() -> Lines:
-    """Whether the configurations of the package load."""
-    if lacking("train"):
-        yield "not loaded: that needs the extra train"
-        return
-    from nsa.train.load import load_config
-
-    for name in configs.names():
-        try:
-            config = load_config(name)
-        except UserError as error:
-            yield Problem(str(error))
-        else:
-            step_tokens = config.global_batch * config.seq_len
-            run = f"{config.steps:,} steps of {step_tokens:,} tokens"
-            yield f"{name}: loads; {config.model.attention}, {run}"

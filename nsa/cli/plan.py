@@ -1,16 +1,13 @@
-"""``nsa plan``; everything heavy is imported when it runs."""
+"""``nsa plan``, ``nsa configs`` and ``nsa doctor``; heavy imports are inside the functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
+from nsa import configs as shipped
 from nsa.errors import check
-
-if TYPE_CHECKING:
-    from nsa.train.config import TrainConfig
 
 
 def plan(
@@ -25,26 +22,26 @@ def plan(
     measure: bool = False,
     **settings: str,
 ) -> int:
-    """Say what a run will need before it runs.
+    """Estimate memory, time and cost of a run.
 
-    Parameters, operations of a token, memory of a step by part, time and cost. No GPU is needed. A
-    run that does not fit into the GPU is refused (exit code 2), with a change under which it fits.
-    For example
+    Print parameters, operations per token, memory of a step by part, time and cost. No GPU is
+    needed. If a run does not fit into the GPU, the command names a change that makes it fit and
+    ends with exit code 2:
       nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
       nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
       nsa plan 78m 78m-dense --measure          (on a GPU: planned and measured memory)
-    Every setting of the file can be given here too, as of `nsa train`.
+    Options override settings of the file, as in `nsa train`.
 
     Args:
         config: name of a configuration (see nsa configs) or a YAML file
-        gpu: for example h200, 'NVIDIA H100 PCIe', cpu (default that of this machine)
-        memory_gib: memory of the GPU (default that of --gpu)
-        price_per_gpu_hour: gives the cost, in the same currency
-        mfu: share of the GPU's peak to reckon with, between 0 and 1
-        rows: files or folders of measured rows (default those that the package carries)
-        json: a JSON object a line
+        gpu: for example h200, 'NVIDIA H100 PCIe', cpu (default the GPU of this machine)
+        memory_gib: memory of the GPU (default the memory of --gpu)
+        price_per_gpu_hour: price for the cost, in the same currency
+        mfu: assumed part of the GPU's peak, between 0 and 1
+        rows: files or folders of measured rows (default those of the package)
+        json: print one JSON object per line
         measure: run a few steps and compare their memory with the plan's
-        settings: of the configuration
+        settings: settings of the configuration
     """
     from nsa.train.load import load_config
 
@@ -54,35 +51,76 @@ def plan(
         check(value is None or value > 0, "nsa plan", name, "be positive", value)
     check(mfu is None or mfu <= 1, "nsa plan", "--mfu", "be at most 1", mfu)
     configs = {path: load_config(path, settings) for path in config}
-    if measure:
-        return _measure(configs)
 
+    from nsa import plan as planning
     from nsa.bench.rows import read_rows
     from nsa.cli.bench import carried_rows, row_files
-    from nsa.plan.gpus import find_gpu
-    from nsa.plan.plan import make_plan, refuse_what_does_not_fit
-    from nsa.plan.report import plan_json, plan_lines
 
-    target = find_gpu(gpu, memory_gib)
+    if measure:
+        from nsa.train.execution.precision import choose_device
+        from nsa.train.watch.out_of_memory import check_run_fits
+
+        all_passed = True
+        for path, run in configs.items():
+            device = choose_device(run.device)
+            rule = "be given on a machine with a CUDA GPU"
+            check(device.type == "cuda", "nsa plan", "--measure", rule, device.type)
+            check_run_fits("nsa plan --measure", run, device)
+            planned, measured = planning.step_memory(run).peak, planning.measure(run, device)
+            line, passed = planning.compare(planned / 2**20, measured)
+            print(f"{path}: {line}", flush=True)
+            all_passed &= passed
+        return 0 if all_passed else 1
+    target = planning.find_gpu(gpu, memory_gib)
     files = row_files("nsa plan", "--rows", rows) if rows else carried_rows("results", "memory")
-    measured = read_rows(files)
+    known = read_rows(files)
     for path, run in configs.items():
-        found = make_plan(run, target, measured, mfu)
+        found = planning.make_plan(run, target, known, mfu)
         if json:
-            print(dumps(plan_json(Path(path).stem, found, price)))
+            print(dumps(found.to_json(Path(path).stem, price)))
         else:
-            print("\n".join(plan_lines(path, found, price)), flush=True)
-        refuse_what_does_not_fit(found)
+            print("\n".join(found.lines(path, price)), flush=True)
+        planning.check_plan_fits(found)
     return 0
 
 
-def _measure(configs: Mapping[str, TrainConfig]) -> int:
-    from nsa.plan.measure import compare
-    from nsa.train.execution.precision import choose_device
+def configs(*, folder: bool = False) -> int:
+    """List the configurations that come with the package.
 
-    passed = True
-    for path, config in configs.items():
-        line, near_enough = compare(config, choose_device(config.device))
-        print(f"{path}: {line}", flush=True)
-        passed = passed and near_enough
-    return 0 if passed else 1
+    Commands take them by name; their YAML files are a start for others.
+
+    Args:
+        folder: print only the folder of the files
+    """
+    if folder:
+        print(shipped.FOLDER)
+        return 0
+    width = max(map(len, shipped.names()))
+    for name in shipped.names():
+        print(f"{name:{width}}  {shipped.summary(name)}")
+    return 0
+
+
+def doctor(
+    *,
+    shape: str | None = None,
+    seq: int | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+) -> int:
+    """Check this machine and installation.
+
+    Print versions, GPUs and their connections, memory, free disk, and which implementation of the
+    attention operators runs on which device. If something will not work, the exit code is 1. For a
+    shape, print which kernels run, with which tiles, and why:
+      nsa doctor --shape seed --seq 65536
+
+    Args:
+        shape: seed, wide, paper or HqxHkvxDxDv; with --seq
+        seq: tokens of the longest sequence, with --shape
+        dtype: data type, with --shape
+    """
+    from nsa.cli.doctor import diagnose
+
+    together = (shape is None) == (seq is None)
+    check(together, "nsa doctor", "--shape and --seq", "be given together", (shape, seq))
+    return 1 if diagnose(shape, seq or 0, dtype) else 0

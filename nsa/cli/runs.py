@@ -1,18 +1,231 @@
-"""``nsa check``, ``nsa report`` and ``nsa track``, which read the folder of a run."""
+"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``check``, ``report`` and ``track``.
+
+These commands read the folders of runs; heavy imports are inside the functions.
+"""
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
+from typing import Any, Literal
 
 from nsa.errors import check_output
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def evaluate(
+    run: str,
+    *,
+    checkpoint: str = "last",
+    against: str | None = None,
+    split: Literal["validation", "test"] = "validation",
+    text: str | None = None,
+    seq_len: int | None = None,
+    device: Device = "auto",
+    json: bool = False,
+    windows: int | None = None,
+    micro_batch: int | None = None,
+    save: Path | None = None,
+    repeat: int | None = None,
+) -> int:
+    """Measure a trained model on text.
+
+    Evaluate a checkpoint of RUN on its validation text, in bits per byte, and compare it with a
+    smoothed bigram model of the training text on the same text; a synthetic task is compared with
+    the lowest possible loss instead. --text evaluates any other text from its first to its last
+    byte, as lm-eval does:
+      nsa eval runs/cpu-small-1 --checkpoint best
+      nsa eval runs/nsa --against runs/dense --split test --seq-len 8192 --json
+      nsa eval runs/cpu-small-1 --text letters.txt --json
+      cat letters.txt | nsa eval runs/cpu-small-1 --text -
+      nsa eval runs/cpu-small-1 --repeat 64 --windows 100
+
+    Args:
+        run: run folder, for example runs/cpu-small-1
+        checkpoint: last, best or a step
+        against: another run, measured on the same sequences; the difference has an interval
+        split: validation for choices, test for reported results
+        text: file or folder of text to measure, - for standard input
+        seq_len: tokens of a sequence (default the run's)
+        device: device to compute on
+        json: print one JSON object instead of lines
+        windows: number of sequences, evenly spaced in the text (default all)
+        micro_batch: sequences computed at a time (default the run's)
+        save: file for the sums of each document, which nsa compare reads
+        repeat: also measure how well the model repeats passages of this many tokens, by the
+            distance back to them
+    """
+    from nsa.train.run_folder import RunFolder
+
+    folder, figures = RunFolder.open(run), dict[str, Any]()
+    other = None if against is None else RunFolder.open(against, "--against")
+    config = folder.load_config()
+
+    # These import PyTorch; a mistyped path is answered without it.
+    from nsa.train.execution.precision import choose_device
+    from nsa.train.runs.evaluation import evaluate_run
+    from nsa.train.watch.out_of_memory import check_fits, explained
+
+    for one in (folder, other):
+        if one is not None:
+            check_fits("eval", one.load_config().model, choose_device(device), training=False)
+    at_a_time = micro_batch or config.micro_batch
+    fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
+    with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
+        for finding in evaluate_run(
+            folder,
+            checkpoint=checkpoint,
+            against=other,
+            split=split,
+            text=text,
+            seq_len=seq_len,
+            device=device,
+            num_windows=windows,
+            micro_batch=micro_batch,
+            save=save,
+            repeat=repeat,
+        ):
+            figures |= finding.figures
+            if not json:
+                print(finding.line, flush=True)
+    if json:
+        print(dumps(figures))
+    return 0
+
+
+def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = False) -> int:
+    """Compare measured models, one seed or several.
+
+    FILES and those of --against were written by nsa eval --save on the same sequences and form
+    pairs, such as runs of equal seeds:
+      nsa compare nsa-1.npz nsa-2.npz nsa-3.npz --against dense-1.npz dense-2.npz dense-3.npz
+    The difference in bits per byte has a 95% interval over documents. With several seeds it also
+    has one over seeds, and one over both, which is the one to report.
+
+    Args:
+        files: measurements
+        against: as many other measurements, in the same order
+        json: print one JSON object instead of lines
+    """
+    from nsa.train.evaluation import in_words
+    from nsa.train.measurements import compare
+
+    found = compare(files, against)
+    if json:
+        print(dumps(found))
+        return 0
+    for one, other in zip(found["runs"], found["against"], strict=True):
+        bits = f"{one['bits_per_byte']:.4f} against {other['bits_per_byte']:.4f} bits per byte"
+        print(f"{one['run']} step {one['step']}, {other['run']} step {other['step']}: {bits}")
+    print(in_words(found))
+    return 0
+
+
+def inspect(
+    run: str,
+    *,
+    checkpoint: str = "last",
+    device: Device = "auto",
+    text: str | None = None,
+    tokens: int | None = None,
+    json: bool = False,
+    output: Path | None = None,
+    record: Path | None = None,
+) -> int:
+    """Show which blocks the layers of a model select in a text, and their gates.
+
+    Print a line for each layer of RUN, with the distance of the selected blocks and their overlap
+    for neighbouring queries, and write a page with heat maps and curves; --json prints all values.
+      nsa inspect runs/cpu-small-1
+      nsa inspect runs/cpu-small-1 --text letters.txt --tokens 4096 --json
+
+    Args:
+        run: run folder, for example runs/cpu-small-1
+        checkpoint: last, best or a step
+        device: device to compute on
+        text: file or folder of text, - for standard input (default the run's validation text)
+        tokens: number of tokens from the start of the text (default a sequence of the run)
+        json: print one JSON object instead of lines, with the merged token ranges of eight queries
+        output: page to write (default inspection.html in the run)
+        record: new file for all selected blocks, which nsa bench attention --recorded reads
+    """
+    from nsa.files import replace_text
+    from nsa.train.run_folder import RunFolder
+
+    check_output("inspect", "--record", record, is_new=True)
+    check_output("inspect", "--output", output)
+    folder = RunFolder.open(run)
+    config = folder.load_config()
+
+    from nsa.train.execution.precision import choose_device
+    from nsa.train.runs.inspection import inspect_run, inspection_page
+    from nsa.train.watch.out_of_memory import check_fits, explained
+
+    check_fits("inspect", config.model, choose_device(device), training=False)
+    with explained("inspect", "the text", lambda: "Give fewer --tokens or --device cpu."):
+        found = inspect_run(
+            folder, checkpoint=checkpoint, text=text, device=device, num_tokens=tokens
+        )
+    target = output or folder.path / "inspection.html"
+    replace_text(target, inspection_page(found))
+    if record is not None:
+        found.record(record)
+    if json:
+        print(dumps(found.json()))
+        return 0
+    for line in found.lines():
+        print(line)
+    print(f"page: {target}")
+    return 0
+
+
+def export(
+    run: str,
+    folder: Path,
+    *,
+    checkpoint: str = "last",
+    layout: Literal["nsa", "llama"] = "nsa",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    shard_size: str = "5GB",
+) -> int:
+    """Write a trained model as a folder that transformers loads.
+
+    The folder contains weights, configuration, tokenizer and a model card. nsa train CONFIG
+    --init-from FOLDER starts a run with its weights.
+      nsa export runs/cpu-small-1 my-model
+      nsa export runs/cpu-small-dense-1 my-llama --layout llama
+
+    Args:
+        run: run folder, for example runs/cpu-small-1
+        folder: folder to create
+        checkpoint: last, best or a step
+        layout: llama for a dense model with SwiGLU, which transformers reads without this package
+        dtype: data type of the weights
+        shard_size: largest size of a file, for example 500MB
+    """
+    from nsa.extras import require
+    from nsa.train.run_folder import RunFolder
+
+    require("nsa export", "hf")
+    opened = RunFolder.open(run)
+
+    from nsa.hf.export import export_run
+
+    print(
+        export_run(
+            opened, folder, layout=layout, checkpoint=checkpoint, dtype=dtype, shard_size=shard_size
+        )
+    )
+    return 0
 
 
 def check(run: str) -> int:
     """Check that the records of a run agree.
 
     Recompute step counts, tokens and tokens/s of RUN from its records, and compare metrics.jsonl,
-    metrics.csv and TensorBoard value by value. Exit code 1, with the first disagreements, if they
-    do not agree.
+    metrics.csv and TensorBoard value by value. If they differ, print the first differences and end
+    with exit code 1.
 
     Args:
         run: run folder, for example runs/cpu-small-1
@@ -32,10 +245,10 @@ def check(run: str) -> int:
 
 
 def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
-    """Write a page about runs.
+    """Write an HTML page about one run or several.
 
-    One HTML page about one RUN or several: curves, gates, events, environment, differences of the
-    configurations. It holds all that it shows and needs no network.
+    The page shows curves, gates, events, environment and differences of the configurations. It is
+    one file that needs no network.
 
     Args:
         runs: run folders; several are compared
@@ -60,17 +273,17 @@ def track(
     project: str = "nsa",
     follow: bool = False,
 ) -> int:
-    """Send the rows of a run to a tracker.
+    """Send the metrics of a run to a tracker.
 
-    It is trackio, which keeps them on this machine, or Weights & Biases (wandb). The run itself
-    never waits for a tracker; this command reads its metrics.jsonl, during the run or afterwards,
-    and goes on where it stopped.
+    trackio keeps them on this machine; wandb sends them to Weights & Biases. Training never waits
+    for a tracker: this command reads metrics.jsonl during the run or afterwards, and continues
+    after the last row that it has sent.
 
     Args:
         run: run folder, for example runs/cpu-small-1
         to: trackio or wandb; the package must be installed
         project: project of the tracker
-        follow: go on with new rows until the run ends
+        follow: continue with new rows until the run ends
     """
     from nsa.train.run_folder import RunFolder
     from nsa.train.runs import tracking

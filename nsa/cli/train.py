@@ -1,4 +1,4 @@
-"""``nsa train``; everything heavy is imported when it runs."""
+"""``nsa train`` and ``nsa profile``; heavy imports are inside the functions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nsa.errors import UserError, check, optional_output
@@ -16,10 +17,14 @@ from nsa.errors import UserError, check, optional_output
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
     from nsa.train.distributed.processes import Processes
+    from nsa.train.profiler.session import Plan
     from nsa.train.run_folder import RunFolder
+    from nsa.train.telemetry.progress import RunReport
+    from nsa.train.trainer import Trainer
 
 EXIT_FAILED, EXIT_SIGNAL = 1, 128
-PLOT_EVERY_S = 60.0  # at most: drawing costs training some tenths of a second
+PLOT_EVERY_S = 60.0  # at most: drawing takes some tenths of a second from training
+PROFILE_LIMIT_S = 900.0  # for writing a trace
 
 
 def train(
@@ -33,33 +38,32 @@ def train(
 ) -> int:
     r"""Train a language model.
 
-    CONFIG is the name of a configuration that `nsa configs` lists, or a YAML file. Every setting of
-    the file can be given here too and then wins, for example
+    CONFIG is the name of a configuration that `nsa configs` lists, or a YAML file. Options override
+    its settings:
       nsa train cpu-small --optim.lr 3e-4 --model.nsa.window-size 64
-    The run leaves a folder with its configuration, environment, metrics, checkpoints, plot, sample
-    and log; no run writes over another. Ctrl-C or SIGTERM ends it after the step at hand, with a
-    checkpoint; a second one ends it at once. A file named halt in the run folder and a closed
-    terminal end it with a checkpoint, too. SIGUSR2 asks for a checkpoint, SIGUSR1 for the stacks of
-    all threads.
+    The run folder gets the configuration, environment, metrics, checkpoints, plot, sample and log;
+    existing runs are never overwritten. Ctrl-C or SIGTERM ends the run after the current step with
+    a checkpoint; a second signal ends it at once. A file named halt in the run folder or a closed
+    terminal also ends it with a checkpoint. SIGUSR2 writes a checkpoint, SIGUSR1 the stacks of all
+    threads.
+    Continue exactly from the newest checkpoint:
       nsa train --resume runs/cpu-small-1
-    goes on exactly where the newest checkpoint was taken,
+    Make the run longer or shorter; the learning rate follows the new schedule from there on:
       nsa train --resume runs/cpu-small-1 --steps 1000
-    also makes the run longer or shorter, its learning rate following the schedule of so many steps
-    from there on, and
+    Start a new run with the weights and the tokenizer of another one:
       nsa train cpu-small --init-from runs/cpu-small-1 --optim.lr 1e-4
-    begins a new run with the weights and the tokenizer of another. Several processes, one on each
-    GPU or several on the CPU:
+    Several processes, one on each GPU or several on the CPU; torchrun restarts them after a crash,
+    and the run resumes:
       torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m nsa train CONFIG \
         --run-dir runs/a --world-size 2 --accumulation 1
-    When one of them dies, torchrun starts them anew and the run resumes.
 
     Args:
         config: name of a configuration (see nsa configs) or a YAML file
-        run_dir: folder to make for this run (default runs/<config>-<n>)
-        resume: folder of a run to continue; then without CONFIG
-        init_from: folder of another run or of nsa export, whose weights the new run begins with
-        checkpoint: of --init-from: last, best or a step (default last)
-        settings: of the configuration
+        run_dir: folder to create for this run (default runs/<config>-<n>)
+        resume: folder of a run to continue, instead of CONFIG
+        init_from: folder of another run or of nsa export with the initial weights
+        checkpoint: checkpoint of --init-from: last, best or a step (default last)
+        settings: settings of the configuration
     """
     from nsa.train.distributed.launch import check_launch, read_launch
     from nsa.train.load import load_config
@@ -75,15 +79,13 @@ def train(
     else:
         hint = "For example: nsa train cpu-small"
         check(config is not None, "train", "CONFIG", "be given", "none", hint)
-        hint = "A restart has to find the run that it goes on with."
-        found = run_dir is not None or not launch.launcher
-        check(found, "train", "--run-dir", "be given with torchrun", "none", hint)
+        _check_run_dir(run_dir, launch.launcher)
         run = load_config(config, settings)
     check_launch(run, launch)
     alone = checkpoint is not None and init_from is None
     check(not alone, "train", "--checkpoint", "be given with --init-from only", checkpoint)
 
-    # PyTorch from here on: a mistyped word is answered without it.
+    # These import PyTorch; mistakes in the words above are answered without it.
     from nsa.train.checkpoint import list_checkpoints
     from nsa.train.distributed.processes import join
     from nsa.train.execution.precision import choose_device
@@ -100,14 +102,23 @@ def train(
                 folder = RunFolder.create(path, run, init_from=weights)
             else:
                 folder = RunFolder.open(resume or str(run_dir))
-            # One that died before its first checkpoint begins again.
+            # A run that died before its first checkpoint begins again.
             is_new = makes or (resume is None and not list_checkpoints(folder.checkpoints))
         try:
-            return _run(run, folder, processes, weights if is_new else None, settings, is_new)
+            initial = weights if is_new else None
+            return _run(
+                run, folder, processes, init_from=initial, overrides=settings, is_new=is_new
+            )
         except (UserError, KeyboardInterrupt):
             if is_new and processes.is_main and folder.holds_no_run():
                 shutil.rmtree(folder.path)
             raise
+
+
+def _check_run_dir(run_dir: str | None, launched: bool) -> None:
+    hint = "A restart must find the run that it continues."
+    found = run_dir is not None or not launched
+    check(found, "train", "--run-dir", "be given with torchrun", "none", hint)
 
 
 def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
@@ -129,28 +140,28 @@ def _run(
     config: TrainConfig,
     folder: RunFolder,
     processes: Processes,
-    init_from: Path | None,
-    overrides: Mapping[str, str],
-    is_new: bool,
+    *,
+    init_from: Path | None = None,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    is_new: bool = True,
+    plan: Plan | None = None,
 ) -> int:
-    """Train in ``folder``; ``overrides`` are the settings that a resumption changes."""
+    """Train in ``folder``, or profile it. ``overrides`` are settings that a resumption changes."""
     from nsa.train.telemetry.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watch.out_of_memory import explained, hint_for_run
     from nsa.train.watch.watchdog import Watchdog
 
-    plotted, log = time.monotonic(), folder.log if processes.is_main else None
+    log = folder.log if processes.is_main else None
 
-    def on_row(row: dict[str, Any]) -> None:
-        nonlocal plotted
-        report.row(row)
-        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
-            _plot(folder)
-            plotted = time.monotonic()
+    def on_step() -> None:
+        report.step(trainer.state.progress.step)
+        if recording is not None:
+            next(recording)
 
     with (
         folder.in_use() if processes.is_main else nullcontext("") as remark,
-        RunReport(log, config.steps, held=not is_new) as report,
+        RunReport(log, plan.num_steps if plan else config.steps, held=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
@@ -163,12 +174,12 @@ def _run(
             processes=processes,
             resume=not is_new,
             init_from=init_from,
-            on_row=on_row,
-            on_step=lambda: report.step(trainer.state.progress.step),
+            on_row=_on_row(report, folder),
+            on_step=on_step,
             beat=watchdog.beat,
         )
         report.begin()
-        done = trainer.state.progress.step
+        done, recording = trainer.state.progress.step, plan and _recording(trainer, plan, folder)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
         try:
@@ -177,7 +188,9 @@ def _run(
             report.line(f"stopped: {error}", event="stop")
             return EXIT_FAILED
         finally:
-            if processes.is_main:
+            if recording is not None:
+                recording.close()
+            elif processes.is_main:
                 _plot(folder)
         if not result.finished:
             report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
@@ -186,8 +199,22 @@ def _run(
     return 0
 
 
+def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], None]:
+    """Function that reports a row and sometimes draws the plot."""
+    plotted = time.monotonic()
+
+    def on_row(row: dict[str, Any]) -> None:
+        nonlocal plotted
+        report.row(row)
+        if "val_loss_nats" in row and time.monotonic() - plotted > PLOT_EVERY_S:
+            _plot(folder)
+            plotted = time.monotonic()
+
+    return on_row
+
+
 def _summary(folder: RunFolder, step: int, before: int) -> str:
-    """The last lines of a run that has all its steps, ``before`` of them from earlier launches."""
+    """Last lines of a finished run, which had done ``before`` steps when it was launched."""
     path, text = shlex.quote(str(folder.path)), f"finished {step} steps; next:"
     more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
     if step == before:
@@ -201,3 +228,84 @@ def _plot(folder: RunFolder) -> None:
         from nsa.train.runs.page import plot_losses
 
         plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
+
+
+def profile(
+    config: str,
+    *,
+    run_dir: str | None = None,
+    wait: int = 10,
+    warmup: int = 10,
+    active: int = 50,
+    nvtx: bool = False,
+    memory: bool = False,
+    **settings: str,
+) -> int:
+    """Measure the time of training steps by stage.
+
+    Train as `nsa train` does, with the same CONFIG and settings, for a few steps:
+      nsa profile 78m --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
+    After --wait and --warmup steps, --active steps are recorded, then the run ends. The folder
+    profile in the run folder gets trace.json.gz (for ui.perfetto.dev), stages.txt and stages.json
+    (time by stage, which adds up to the step) and kernels.txt; docs/profiling.md explains them.
+    With torchrun rank 0 is recorded.
+
+    Args:
+        config: name of a configuration (see nsa configs) or a YAML file
+        run_dir: folder to create for the run (default runs/<config>-profile-<n>)
+        wait: steps before the profiler starts
+        warmup: steps under the profiler that are not recorded
+        active: steps that are recorded
+        nvtx: also mark the stages for nsys and ncu, and start and stop their recording
+        memory: also record a snapshot of the GPU's memory, and the memory of each module
+        settings: settings of the configuration
+    """
+    from nsa.train.distributed.launch import check_launch, read_launch
+    from nsa.train.load import load_config
+
+    run, launch, name = load_config(config, settings), read_launch(), "nsa profile"
+    for word, steps in {"--wait": wait, "--warmup": warmup, "--active": active}.items():
+        check(steps > 0, name, word, "be positive", steps)
+    from nsa.train.distributed.processes import join
+    from nsa.train.execution.precision import choose_device
+    from nsa.train.profiler.session import Plan
+    from nsa.train.run_folder import RunFolder, next_run_path
+    from nsa.train.watch.out_of_memory import check_run_fits
+
+    plan = Plan(wait, warmup, active, nvtx, memory)
+    check_launch(run, launch)
+    needed, device = plan.num_steps, choose_device(run.device, launch.local_rank)
+    check(run.steps >= needed, name, "--steps", f"be at least {needed} for this profile", run.steps)
+    check(device.type == "cuda" or not nvtx, name, "--nvtx", "be left out on a CPU", True)
+    _check_run_dir(run_dir, launch.launcher)
+    check_run_fits(name, run, device)
+    with join(launch, device) as processes:
+        with processes.main_first():
+            path = run_dir or next_run_path(f"{config.removesuffix('.yaml')}-profile.yaml")
+            folder = RunFolder.create(path, run) if processes.is_main else RunFolder.open(path)
+        _run(run, folder, processes, plan=plan)
+        if not processes.is_main:
+            return 0
+    for file, lines in {"stages.txt": None, "kernels.txt": 16}.items():
+        if (table := folder.path / "profile" / file).exists():
+            print("\n".join(table.read_text().splitlines()[:lines]) + "\n")
+    files = sorted((folder.path / "profile").iterdir())
+    print("\n".join(map(str, files)))
+    return 0 if files else EXIT_FAILED
+
+
+def _recording(trainer: Trainer, plan: Plan, folder: RunFolder) -> Generator[None]:
+    """Profile a run whose ``on_step`` continues this generator, which has begun."""
+    from nsa.train.profiler.session import record
+
+    def recording() -> Generator[None]:
+        with closing(record(trainer, plan, target)) as steps:
+            for _ in steps:
+                yield
+                trainer.beat("profile", PROFILE_LIMIT_S)
+
+    target = folder.path / "profile"
+    target.mkdir(exist_ok=True)
+    begun = recording()
+    next(begun)
+    return begun

@@ -7,8 +7,7 @@ from pathlib import Path
 from nsa.errors import fail, nearest
 
 FOLDER = Path(__file__).parent
-# Names of the first release: rows measured by `nsa bench` keep them, so that rows of all releases
-# can be compared.
+# Older names, which rows of `nsa bench` keep, so that they compare with older rows.
 RENAMED = {
     "seed": "78m",
     "seed-dense": "78m-dense",

@@ -8,8 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,6 @@ class Trainer:
         self._replay = None
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
-        self._replays = config.cuda_graphs
         # Steps whose results are still on the device: step, targets, bytes of text.
         self._results: LateReader[tuple[int, int, int]] = LateReader()
         halt = run_folder.halt if self.processes.is_main else None
@@ -278,7 +277,7 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
-                if self._replays and self._replay is not None:
+                if self._replay is not None:
                     loss += self._replay(batch, divisor, number == 1)
                 else:
                     loss += self._forward_backward(batch, divisor)
@@ -298,10 +297,9 @@ class Trainer:
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
-        replay = self._replay if self._replays else None
-        optimizer.step(cancel, None if replay is None else replay.update)
-        if replay is None:
-            optimizer.zero_grad(drop=self._replay is None)
+        optimizer.step(cancel, None if self._replay is None else self._replay.update)
+        if self._replay is None:
+            optimizer.zero_grad()
         return torch.stack((loss, grad_norm, cancel))
 
     def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
@@ -324,16 +322,6 @@ class Trainer:
             self.startup.begin("rehearsal")
             self._forward_backward(batch, torch.ones((), device=self.device))
             self.state.optimizer.zero_grad()
-
-    @contextmanager
-    def launched_singly(self) -> Iterator[None]:
-        """Context manager: launch kernels one by one, without CUDA graphs."""
-        self._replays = False
-        self.state.optimizer.zero_grad(drop=self._replay is None)  # a replay leaves its gradients
-        try:
-            yield
-        finally:
-            self._replays = self._replay is not None
 
     def beat(self, phase: str, limit_s: float) -> None:
         """Send a heartbeat before a phase that may take up to ``limit_s`` seconds."""

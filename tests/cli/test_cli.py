@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -143,13 +142,7 @@ def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     for words, why in (
         ("train tiny.yaml --run-dir ''", "--run-dir must name a folder"),
         ("train tiny.yaml --run-dir 'a\udcff'", "--run-dir must be valid UTF-8, got a\\udcff"),
-        ("train tiny.yaml --seed -1", "seed must be at least 0"),
-        (f"train tiny.yaml --seed {2**63}", "seed must be at most 9,223,372,036,854,775,807"),
-        ("train tiny.yaml --data.source folder --data.path ''", "data.path must"),
         ("eval run --text ''", "must name an existing file or folder, got ''"),
-        ("eval run --against none", "--against must be a folder that a run made"),
-        ("train --resume none", "--resume must be a folder that a run made"),
-        ("train tiny.yaml --init-from none", "--init-from must be a folder that a run made"),
         ("report run --output none/a.html", "--output must name a file in an existing folder"),
         ("inspect run --output texts", "--output must name a file in an existing folder"),
         ("bench report none.jsonl --out out", "ROWS must be a file or folder of rows that exists"),
@@ -193,7 +186,6 @@ def test_a_bug_in_a_resumption_is_in_the_log(run, monkeypatch):
     ("words", "why"),
     [
         ("--cuda-graphs true", "cuda_graphs must be left at False with device cpu"),
-        ("--allocator expandable_segments", "allocator must be left at default with device cpu"),
         ("--checkpointing.policy operators", "not be operators with attention nsa"),
     ],
 )
@@ -223,7 +215,6 @@ def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
     for command in ("eval run", "generate run --prompt a"):
         why = "--checkpoint must be last, best or one of 2, 4, got 3."
         assert refusal(f"{command} --checkpoint 3") == f"nsa: {why}"
-    assert "--windows must be positive" in refusal("eval run --windows 0")
 
 
 def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
@@ -284,18 +275,15 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     assert repeats["against_repeats"] == of_dense
     assert [row["distance"] for row in of_dense] == [16, 32, 48]
     assert all(row["num_targets"] % 8 == 0 < row["num_targets"] for row in of_dense)
-    assert repeats["repeats"] != repeats["against_repeats"]
     validation = json.loads(nsa("eval nsa --seq-len 96 --json"))
     assert validation["split"] == "validation"
-    assert validation["loss_nats"] != ours["loss_nats"]
     again = json.loads(nsa("eval nsa --against nsa --json"))
     assert again["difference_low"] == again["difference_high"] == 0
     assert ", 95% interval +0.0000 to +0.0000 over " in nsa("eval nsa --against nsa")
     alone = json.loads(nsa("compare a.npz --against b.npz --json"))
-    runs, others = alone.pop("runs"), alone.pop("against")
+    assert alone.pop("runs")[0]["positions"] == ours["positions"]
+    assert alone.pop("against")[0]["bits_per_byte"] == both["against_bits_per_byte"]
     assert alone.items() <= both.items()
-    assert runs[0]["positions"] == ours["positions"]
-    assert others[0]["bits_per_byte"] == both["against_bits_per_byte"]
     said = nsa("compare a.npz --against b.npz")
     assert "nsa step 2, dense step 2: " in said
     assert f"difference: {both['difference_bits_per_byte']:+.4f} bits per byte" in said
@@ -305,8 +293,7 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     why = "--against must be as many files as FILES (1), got 2"
     assert why in refusal("compare a.npz --against b.npz a.npz")
     why = "--against must be a file of nsa eval --save, got "
-    for other in ("nowhere.npz", "tiny.yaml"):
-        assert why + other in refusal(f"compare a.npz --against {other}")
+    assert why + "tiny.yaml" in refusal("compare a.npz --against tiny.yaml")
     assert "--save must name a new file" in refusal("eval nsa --save a.npz")
     nsa("eval nsa --seq-len 96 --save d.npz")
     assert "d.npz must have the split of a.npz (test), got val" in refusal(
@@ -326,14 +313,10 @@ def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):
     why = "--against must be a run whose data have the same tokenizer_fingerprint ("
     assert why in refusal("eval run --against bpe --text tiny.yaml")
     assert "--split must be left out with --text" in refusal("eval other --split test --text a")
-    assert "--seq-len must be positive, got 0" in refusal("eval run --seq-len 0")
     why = r"--seq-len must be below the \d+ tokens of the test text, got 99999\.$"
     assert re.search(why, refusal("eval other --split test --seq-len 99999"))
-    assert "be a folder that a run made" in refusal("eval run --against nowhere")
+    assert "--against must be a folder that a run made" in refusal("eval run --against nowhere")
     assert "no interval: one document" in nsa("eval run --against run --text tiny.yaml")
-    assert "test_fraction must be at least 0, and at most 0.5" in refusal(
-        "train tiny.yaml --run-dir new --data.test-fraction 0.45"
-    )
 
 
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):
@@ -365,18 +348,14 @@ AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
 AT_ONCE = (
     "--help",
     "trian",
-    "--version",
     "train --optim.lrr 1",
     "train --help",
-    "eval",
     "configs",
     "train 78",
-    "train none.yaml",
     "train --resume none",
     "profile 78",
     "eval none",
     "generate none --prompt a",
-    "inspect none",
 )
 HEAVY = {"torch", "numpy", "tensorboard", "matplotlib", "rich", "tokenizers", "tiktoken", "triton"}
 MAIN = """
@@ -420,13 +399,6 @@ def test_a_reader_that_leaves_is_no_error():
 # ------------------------------------------------------------------------------------------ help
 
 
-def test_version_is_said(capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main(["--version"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("nsa 0.")
-
-
 def commands(group: Group, words: str = "") -> Iterator[str]:
     for name, command in group.commands.items():
         if isinstance(command, Group):
@@ -453,6 +425,10 @@ def test_help_of_each_command(line, capsys):
 def test_nothing_said_shows_the_help(capsys):
     assert cli.main([]) == 2
     assert "usage: nsa" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("nsa 0.")
 
 
 # -------------------------------------------------------------------------------------- mistakes
@@ -462,14 +438,19 @@ def test_nothing_said_shows_the_help(capsys):
     ("line", "answer"),
     [
         ("trian", "nsa: unrecognized command: trian; did you mean train?"),
-        ("generat x", "did you mean generate?"),
         ("--verson", "nsa: unrecognized arguments: --verson; did you mean --version?"),
         ("train tiny.yaml --lr 3", "nsa train: unrecognized arguments: --lr; did you mean --optim"),
         ("train --modle.nsa.window-size=4 tiny.yaml", "; did you mean --model.nsa.window-size?"),
-        ("train --resum x", "; did you mean --resume?"),
+        ("train tiny.yaml --optim.learning-rate 1", "; did you mean --optim.lr?"),
+        ("train tiny.yaml --layers 1", "; did you mean --model.num-layers?"),
+        ("train tiny.yaml --opt 3", "unrecognized arguments: --opt"),
+        ("train tiny.yaml --set seed=3", "nsa train: unrecognized arguments: --set"),
         ("train tiny.yaml extra", "nsa train: unrecognized arguments: extra"),
         ("train tiny.yaml -x", "nsa train: unrecognized arguments: -x"),
+        ("eval x --optim.lr 1", "unrecognized arguments: --optim.lr"),
+        ("plan --config tiny.yaml", "unrecognized arguments: --config; give CONFIG without"),
         ("train", "CONFIG must be given"),
+        ("eval", "nsa eval: the following arguments are required: RUN"),
         ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
         ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
         ("train --steps some tiny.yaml", "--steps: steps must be an integer, got 'some'."),
@@ -477,37 +458,20 @@ def test_nothing_said_shows_the_help(capsys):
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --data.path nowhere", "nowhere"),
         ("train tiny.yaml --model.vocab-size 300", "model.vocab_size must equal the tokenizer's"),
-        ("train tiny.yaml --optim.learning-rate 1", "; did you mean --optim.lr?"),
-        ("train tiny.yaml --layers 1", "; did you mean --model.num-layers?"),
-        ("plan --config tiny.yaml", "unrecognized arguments: --config; give CONFIG without"),
         (f"train tiny.yaml --model.width {2**63}", "model.width must be at most 16,777,216"),
-        (f"train tiny.yaml --model.num-layers {10**12}", "num_layers must be at most 1,000, got"),
-        (f"train tiny.yaml --model.nsa.num-selected-blocks {2**63}", "be at most 2**30, got 92"),
-        (f"train tiny.yaml --log-every {2**63}", "log_every must be at most 9,223,372,036,854,77"),
         (f"train tiny.yaml --micro-batch {10**12}", "seq_len must be at most 2**30 / micro_batch"),
-        (f"train tiny.yaml --global-batch {10**12}", "global_batch must be at most 1,048,576"),
-        (f"plan tiny.yaml --seq-len {2**63}", "seq_len must be at most"),
         (f"generate x --prompt a --max-new-tokens {2**63}", "lie between -2**63 and 2**63, got 9"),
         ("generate x --prompt a --temperature nan", "must lie between -2**63 and 2**63, got nan"),
         (f"bench attention --seqs {10**12}", "--seqs must be lengths from 1 to 1,073,741,824"),
-        (f"bench attention --seqs {'9' * 5000}", "--seqs must be lengths from 1 to 1,073,741,824"),
         (f"bench decode --points {2**20}x{2**20}", "at most 1,073,741,824 tokens"),
         (f"data needles out --number {10**12}", "number must be from 1 to 1,000,000, got"),
         ("train tiny.yaml --resume x", "CONFIG must be left out with --resume"),
-        ("train --resume x --run-dir y", "--run-dir must be left out with --resume"),
         ("train --resume runs/none", "be a folder that a run made"),
-        ("eval", "nsa eval: the following arguments are required: RUN"),
-        ("eval runs/none", "be a folder that a run made"),
         ("eval x --device tpu", "invalid choice: 'tpu'"),
-        ("eval x --optim.lr 1", "unrecognized arguments: --optim.lr"),
         ("generate x", "--prompt must be given, or --prompt-file or --interactive, got none"),
         ("generate x --prompt a --interactive", "--interactive must stand without --prompt"),
         ("generate x --prompt a --batch-size 0", "--batch-size must be positive, got 0"),
         ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
-        ("generate x --prompt a --topk 4", "; did you mean --top-k?"),
-        ("doctor now", "nsa doctor: unrecognized arguments: now"),
-        ("configs --zzzzzz", "nsa configs: unrecognized arguments: --zzzzzz"),
-        ("plan tiny.yaml --mfu -1", "nsa: --mfu must be positive"),
     ],
 )
 def test_mistakes_end_in_one_line_that_helps(tiny, refusal, line, answer):
@@ -521,7 +485,7 @@ def test_what_is_like_nothing_gets_no_suggestion(tiny, refusal):
         assert refusal(f"train tiny.yaml --{name} 3") == line
 
 
-@pytest.mark.parametrize("content", ["", "# width: 64\n", "---\n", "{}", "model: {nsa: {}}\n"])
+@pytest.mark.parametrize("content", ["", "# width: 64\n", "{}", "model: {nsa: {}}\n"])
 def test_a_configuration_without_settings_is_refused(tiny, refusal, content):
     (tiny / "empty.yaml").write_text(content)
     assert "empty.yaml must contain a setting, got none" in refusal("plan empty.yaml")
@@ -531,10 +495,8 @@ def test_a_configuration_without_settings_is_refused(tiny, refusal, content):
     ("variables", "answer"),
     [
         ({"RANK": "abc"}, "RANK must be a whole number from 0, got 'abc'. torchrun sets"),
-        ({"RANK": "-1"}, "RANK must be a whole number from 0, got '-1'"),
         ({"RANK": "1"}, "RANK must be below WORLD_SIZE (1), got 1"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number from 0, got ''"),
-        ({"LOCAL_RANK": str(2**63)}, "LOCAL_RANK must be a whole number from 0, got '922"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "MASTER_ADDR must be set with WORLD_SIZE 2, got nothing",
@@ -547,16 +509,6 @@ def test_variables_of_a_launcher_are_named(tiny, refusal, monkeypatch, variables
     assert answer in refusal("train tiny.yaml --run-dir run --world-size 2 --global-batch 2")
 
 
-def test_set_is_taken_for_one_release(tiny, capsys):
-    line = "bench train --set optim.lr=fast --config tiny.yaml --set seed=3"
-    assert cli.main(shlex.split(line)) == 2
-    first, second, refused = capsys.readouterr().err.splitlines()
-    said = "--set optim.lr=fast is --optim.lr=fast now; --set goes with the next release"
-    assert first == f"nsa bench train: {said}"
-    assert "--seed=3 now" in second
-    assert "--optim.lr: optim.lr must be a finite number, got 'fast'." in refused
-
-
 # ---------------------------------------------------------------------------------- other endings
 
 
@@ -564,11 +516,11 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(words: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_dispatch", command)
+    monkeypatch.setattr(cli, "_run", command)
 
 
 def test_errors_of_the_machine_end_in_one_line(refusal, monkeypatch):
-    for name in ["ENOSPC", "EFBIG", "EMFILE", "ENFILE", "ENOENT", "EISDIR", "ELOOP", "ESTALE"]:
+    for name in ["ENOSPC", "EMFILE", "EISDIR"]:
         raising(OSError(getattr(errno, name), "why", "runs/x"), monkeypatch)
         assert refusal("train") == "nsa: why: runs/x"
 

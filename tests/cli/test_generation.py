@@ -50,7 +50,9 @@ def test_generate_takes_a_checkpoint_and_reads_standard_input(here, nsa, refusal
     assert nsa(f"{SHORT} --prompt -") == said
     assert nsa(f"{SHORT} --prompt 'aaa bb' --checkpoint 4") == said
     assert nsa(f"{SHORT} --prompt 'aaa bb' --checkpoint 2") != said
-    assert "be - once" in refusal("generate run --prompt - --prompt -")
+    assert "--prompt - must be given only once, got it 2 times" in refusal(
+        "generate run --prompt - --prompt -"
+    )
     pipe(monkeypatch, b"\xff")
     assert "standard input must be text in UTF-8" in refusal("generate run --prompt -")
     assert "prompts must hold at least one token" in refusal("generate run --prompt ''")

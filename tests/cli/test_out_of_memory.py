@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from nsa import cli
 from nsa.bench import train
 from nsa.bench.rows import read_rows
 from nsa.lm.config import LMConfig
@@ -104,15 +103,6 @@ def test_the_capture_of_a_graph_ends_in_another_error(config, refusal, monkeypat
     assert refusal(TRAIN).startswith(f"nsa: {START}Give --micro-batch 3")
 
 
-def test_another_error_is_a_bug(config, monkeypatch):
-    def bug() -> NoReturn:
-        raise RuntimeError("operation failed")
-
-    fails_at(1, bug, monkeypatch)
-    with pytest.raises(RuntimeError, match="operation failed"):
-        cli.main(TRAIN.split())
-
-
 def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     nsa(f"{TRAIN} --steps 2")
     end = "must fit into memory, got out of memory; 2.50 GiB more were asked for."
@@ -131,12 +121,6 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     monkeypatch.setattr(inspection, "inspect_text", no_memory)
     hint = "Give fewer --tokens or --device cpu."
     assert refusal("inspect run") == f"nsa: the text {end} {hint}"
-
-
-def test_profile(config, refusal, monkeypatch):
-    fails_at(2, no_memory, monkeypatch)
-    line = refusal("profile tiny.yaml --steps 99 --run-dir run --checkpoint-every 0")
-    assert line.startswith(f"nsa: {START}Give --micro-batch 3 --accumulation 4 or")
 
 
 BENCH = "bench train --config tiny.yaml --provider nsa --device"
@@ -227,12 +211,6 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     nsa("eval run")
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 8 * count)
     check_fits("train", tiny_config(Path.cwd()).model, torch.device("cpu"), shares=2)
-
-
-def test_a_model_of_any_size_is_refused_at_once(config, refusal):
-    said = refusal("train tiny.yaml --model.width 65536 --model.num-layers 100 --run-dir new")
-    assert "which take" in said
-    assert "with their gradients and moments" in said
 
 
 def test_free_memory_of_a_machine_and_of_a_container(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.lm.model import LanguageModel
-from nsa.plan.memory import BYTES_PER_UPDATED
+from nsa.plan import BYTES_PER_UPDATED
 from nsa.train import muon
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, lr_factor, parameter_groups

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers compute what twice, and what they keep."""
+"""Activation checkpointing: tensors that layers keep, and those that they recompute."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nsa.train.config import CheckpointingConfig
 
 
 def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) -> None:
-    """Let the layers of ``model`` keep what the policy says.
+    """Set what the layers of ``model`` keep, by the policy.
 
     Raises:
-        ValueError: the policy ``operators`` for sparse attention on a CPU, where it is the
-            reference and no single operator.
+        ValueError: the policy is ``operators`` for sparse attention on a CPU, whose reference is no
+            single operator.
     """
     is_single = model.config.attention == "dense" or model.embedding.weight.is_cuda
     fits = config.policy != "operators" or is_single
@@ -26,16 +26,16 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
 
 
 def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dict[str, int]:
-    """What a layer that recomputes something keeps for its backward pass, bytes a token by tensor.
+    """Bytes per token that a recomputing layer keeps for its backward pass, by tensor.
 
-    While the layer runs backward, all that it computes again is there too, of one layer at a time.
+    While a layer runs backward, its recomputed tensors exist as well, one layer at a time.
 
     Args:
         config: the model.
-        keeps: ``attention`` or ``input``; of ``everything``, what is kept is up to PyTorch and its
-            compiler.
-        activation_bytes: of an element of what matrix products give: 2 for bf16 compute, 4 for
-            fp32.
+        keeps: ``attention`` or ``input``; for ``everything``, PyTorch and its compiler decide what
+            is kept.
+        activation_bytes: size of an element of a matrix product's result: 2 for bf16 compute, 4
+            for fp32.
     """
     check(keeps != "everything", "kept_bytes", "keeps", "be attention or input", keeps)
     kept = {"input": 4 * config.width}  # the residual stream is fp32

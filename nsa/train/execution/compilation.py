@@ -1,4 +1,4 @@
-"""How often this process has compiled or captured something.
+"""Counts of compilations and captures in this process.
 
 Three things make a step of training slow the first time and should not happen again later:
 ``torch.compile`` compiles a graph, a CUDA graph is captured, and Triton compiles a kernel at its
@@ -40,14 +40,14 @@ class Compiled(NamedTuple):
         return self.graphs + self.captures
 
     def since(self, before: Compiled) -> str:
-        """What happened after ``before``, in words; empty if nothing did."""
+        """Counts after ``before`` in words; empty without any."""
         names = ("torch.compile graphs compiled", "CUDA graphs captured", "Triton kernels compiled")
         counts = zip(names, before, self, strict=True)
         return ", ".join(f"{name}: {new - old}" for name, old, new in counts if new > old)
 
 
 class CompilationCounter:
-    """Counts what this process compiles and captures, and logs it while it happens.
+    """Counts and logs compilations and captures of this process.
 
     ``torch.compile`` reports through PyTorch's compilation callbacks. ``torch.compiler.reset``
     removes them: call :meth:`listen` again afterwards. Kernels are reported through Triton's hook
@@ -67,10 +67,10 @@ class CompilationCounter:
         self.before_kernel: Callable[[], None] = lambda: None
 
     def listen(self, device: torch.device) -> None:
-        """Count from now on; may be called any number of times.
+        """Start counting; further calls change nothing.
 
         Args:
-            device: where the run computes. On a CPU no Triton kernel runs, and Triton is not
+            device: device of the run. On a CPU no Triton kernel runs, and Triton is not
                 imported.
         """
         if self._graph_begins not in callback_handler.start_callbacks:
@@ -82,13 +82,13 @@ class CompilationCounter:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context of the capture of a CUDA graph; one that fails does not count."""
+        """Context manager of the capture of a CUDA graph; a failed one does not count."""
         logger.info("capturing a CUDA graph of the training step")
         yield
         self.add(Compiled(captures=1))
 
     def add(self, more: Compiled) -> None:
-        """Count something that was compiled or captured."""
+        """Add to the counts."""
         with self._lock:
             self.now = Compiled(*map(sum, zip(self.now, more, strict=True)))
 
@@ -121,5 +121,5 @@ class CompilationCounter:
         runtime.jit_cache_hook = at_launch
 
 
-# Of this process, as PyTorch's callbacks and Triton's hooks are.
+# One for the process, as PyTorch's callbacks and Triton's hooks are.
 compilations = CompilationCounter()

@@ -1,4 +1,4 @@
-"""Passes of a micro-batch and updates of weights as CUDA graphs: one launch for thousands."""
+"""Passes of a micro-batch and updates of weights as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class _Captured:
 
 
 class Replay:
-    """Runs micro-batches from two graphs: the first of a step makes gradients, the others add.
+    """Runs micro-batches from two graphs: the first of a step writes gradients, the others add.
 
-    The first step runs as it is, which compiles what has to be compiled. The graphs are captured in
-    the second one, and again when a micro-batch of another shape begins a step; the trainer pads
-    micro-batches to one number of sequences, so that is rare. Run as it is, a new shape would need
-    as much memory again as the graphs, so it is captured at once, by the code that the first step
-    compiled. A graph writes each ``.grad`` to the place that it was captured with, so gradients
-    must not be dropped between two steps, and need no zeroing. An update of many launches has a
-    third graph. Graphs share their memory, since one runs at a time.
+    The first step runs without graphs and compiles. The graphs are captured in the second step, and
+    again when a micro-batch of another shape begins a step, which is rare: the trainer pads
+    micro-batches to one number of sequences. A new shape is captured at once with the compiled
+    code; without a graph it would need as much memory again. A graph writes each ``.grad`` to the
+    address that it was captured with, so gradients must not be dropped between steps and need no
+    zeroing. The optimizer's update has a third graph. Graphs share their memory, since one runs at
+    a time.
 
     Args:
-        run: forward and backward of a micro-batch on the device, its loss divided by a scalar
-            before the backward pass; gives the loss that was divided. It may not wait for the
-            device.
-        parameters: those that get gradients.
+        run: forward and backward of a micro-batch on the device. It divides the loss by a scalar
+            before the backward pass, returns the loss before the division, and must not wait for
+            the device.
+        parameters: parameters with gradients.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Replay:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Batch, divisor: Tensor, is_first: bool) -> Tensor:
-        """The loss of ``batch``, from the host or the device.
+        """Run a micro-batch from the host or the device, and return its loss.
 
         Args:
             batch: the micro-batch.
             divisor: scalar on the device.
-            is_first: whether the gradients begin with this micro-batch; otherwise they are added.
+            is_first: whether this micro-batch writes the gradients; otherwise it adds to them.
         """
         self._steps += is_first
         if self._steps == 1:
@@ -82,11 +82,11 @@ class Replay:
         return captured.loss.clone()
 
     def update(self, run: Callable[[Tensor], None], cancel: Tensor) -> None:
-        """Update weights from the gradients that the last call left.
+        """Update the weights from the gradients of the last call.
 
         Args:
-            run: the update, the same in every step; may not wait for the device.
-            cancel: what ``run`` takes, scalar on the device.
+            run: the update, the same in every step; it must not wait for the device.
+            cancel: argument of ``run``, scalar on the device.
         """
         if self._steps == 1:
             run(cancel)
@@ -100,29 +100,29 @@ class Replay:
         graph.replay()
 
     def _forget(self) -> None:
-        """Drop all graphs and the gradients that they write: the next capture makes new ones."""
+        """Drop all graphs and their gradients; the next capture makes new ones."""
         self._captured.clear()
         self._captured_update = None
         for parameter in self._parameters:
             parameter.grad = None
 
     def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
-        # The host's figures belong to this batch alone, not to those of later replays.
+        # The host's counts belong to this batch only, not to those of later replays.
         batch = replace(batch, num_bytes=0, num_targets=0)
         name = f"a micro-batch of {batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
         graph, loss = self._record(lambda: self._run(batch, divisor), name)
         return _Captured(graph, batch, divisor, loss)
 
     def _record(self, run: Callable[[], Result], name: str) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """The graph of what ``run`` launches, called ``name`` in errors, and what it returns."""
+        """Capture ``run``, called ``name`` in errors; return the graph and the result."""
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
-        # One for all graphs: they share memory by stream. PyTorch's own lies on the device that was
-        # current for the first capture of the process.
+        # All graphs use one stream, by which they share memory. PyTorch's own stream is on the
+        # device of the first capture of the process.
         self._stream = self._stream or torch.cuda.Stream(self._parameters[0].device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which fetch data and write checkpoints, may use CUDA meanwhile. Compilation
-        # copies to the device, which would spoil the capture: the stance makes it an error of its
-        # own.
+        # Other threads, which fetch data and write checkpoints, may use CUDA meanwhile. A
+        # compilation would copy to the device and invalidate the capture: the stance turns it into
+        # an error with a clear message.
         try:
             with (
                 torch.compiler.set_stance("fail_on_recompile"),

@@ -1,11 +1,10 @@
-"""Triton kernels of a training step, compiled by processes of their own while the run starts.
+"""Compiles the Triton kernels of a training step in other processes while the run starts.
 
-A step launches some 30 kernels. Triton compiles each at its first launch, one after another, and
-before version 3.7 builds a launcher in C for it: some 25 s altogether on an H200 machine. Here a
-second process follows the launches of one forward and backward pass of each kind of layer, without
-a GPU and without running anything, and compiles what they ask for on several cores. The run then
-finds the kernels in Triton's cache on disk. What was not foreseen it compiles itself, so the result
-never depends on this.
+A step launches some 30 kernels. Triton compiles each one at its first launch, one after another,
+and before version 3.7 also builds a launcher in C: some 25 s in all on an H200 machine. Here a
+second process records the launches of one forward and backward pass of each kind of layer, without
+a GPU and without running kernels, and compiles them on several cores. The run then finds them in
+Triton's cache on disk. It compiles other kernels itself, so its result never depends on this.
 """
 
 from __future__ import annotations
@@ -39,20 +38,19 @@ from nsa.train.load import load_config, to_yaml
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
-# Longer than the kernels ever take, unless the machine is busy with other work.
+# Enough for all kernels, unless the machine is busy with other work.
 LONGEST_WAIT_S = 60
 
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, positional and keyword arguments
 
 
 class KernelsAhead:
-    """The process that compiles, seen from the run.
+    """The process that compiles.
 
     Args:
         config: the run.
-        device: where it computes; on a CPU there is nothing to compile.
-        launch: the first process of each machine has them compiled and waits for them; the others
-            find what is ready when they need it.
+        device: device of the run; on a CPU there is nothing to compile.
+        launch: launch of this process. Only the first process of each machine compiles and waits.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, launch: Launch) -> None:
@@ -73,11 +71,11 @@ class KernelsAhead:
         with self._process.stdin as stdin:
             stdin.write(to_yaml(config).encode())
         self._process.stdin = None  # done with
-        # A trainer that is dropped without having run leaves no process behind.
+        # A trainer that is dropped before it has run leaves no process behind.
         self._finish = weakref.finalize(self, _end, self._process)
 
     def wait(self) -> None:
-        """Wait for the kernels: the first launch would otherwise compile them a second time."""
+        """Wait for the kernels; otherwise the first launch would compile them again."""
         if self._process is None:
             return
         try:
@@ -92,7 +90,7 @@ class KernelsAhead:
         self.close()
 
     def close(self) -> None:
-        """End the process, whose work is of no use once the kernels have been launched."""
+        """End the process; its work is useless once the kernels have been launched."""
         if self._process is not None:
             self._finish()
             self._process = None
@@ -104,7 +102,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _stamp(config: TrainConfig, gpu: str) -> Path:
-    """The file in Triton's cache that says that the kernels of a configuration are there."""
+    """File in Triton's cache that marks the kernels of a configuration as compiled."""
     import triton
 
     decisive = (config.seq_len, config.micro_batch, config.compute_dtype, config.telemetry)
@@ -118,9 +116,9 @@ def _stamp(config: TrainConfig, gpu: str) -> Path:
 
 @contextmanager
 def _launches_of(gpu: str, capability: tuple[int, int]) -> Iterator[list[Launched]]:
-    """Context in which kernels are chosen as for this GPU and their launches are only listed.
+    """Context manager that selects kernels for this GPU and lists their launches.
 
-    PyTorch's products are left out: which kernels are launched does not depend on their values.
+    PyTorch's products are skipped: launches do not depend on their values.
     """
     from triton.runtime.jit import JITFunction
 
@@ -161,7 +159,7 @@ def _launches_of(gpu: str, capability: tuple[int, int]) -> Iterator[list[Launche
 
 
 def _of_columns(x: Tensor, columns: int) -> Tensor:
-    """Any rows with as many columns, whose gradient reaches ``x``."""
+    """Rows with this number of columns, whose gradient reaches ``x``."""
     return x[..., :1].expand(*x.shape[:-1], columns).contiguous()
 
 
@@ -170,11 +168,11 @@ def launches_of_a_step(
     gpu: str,
     capability: tuple[int, int],
 ) -> list[Launched]:
-    """The launches of a training step, one of each kind, those first that take longest to compile.
+    """Launches of a training step, one of each kind, the slowest to compile first.
 
     Args:
         config: the run.
-        gpu: name of the GPU, which chooses the tiles.
+        gpu: name of the GPU, which selects the tiles.
         capability: its compute capability, major and minor.
     """
     model, num_tokens = config.model, config.micro_batch * config.seq_len
@@ -199,7 +197,7 @@ def launches_of_a_step(
 
 
 def _kind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides the compiled kernel of a launch."""
+    """Key of the compiled kernel of a launch."""
 
     def kind(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -214,7 +212,7 @@ def _kind(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     return kernel, *map(kind, args), *options
 
 
-_launches: list[Launched] = []  # of this process and those forked from it: kernels cannot be sent
+_launches: list[Launched] = []  # forked processes inherit it: kernels cannot be sent
 
 
 def _compile(number: int) -> None:
@@ -222,7 +220,7 @@ def _compile(number: int) -> None:
 
     kernel, args, kwargs = _launches[number]
     compiled = kernel.warmup(*args, **kwargs)
-    # Before Triton 3.7 each has a launcher in C, which is kept on disk as well.
+    # Before Triton 3.7 each kernel has a launcher in C, which is also stored on disk.
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(compiled.src, compiled.metadata)
 
@@ -232,9 +230,9 @@ def main(gpu: str, major: str, minor: str, stamp: str) -> None:
 
     Args:
         gpu: name of the GPU.
-        major: of its compute capability.
-        minor: of its compute capability.
-        stamp: file that is made once all kernels are there.
+        major: major number of its compute capability.
+        minor: minor number of its compute capability.
+        stamp: file that is created when all kernels are compiled.
     """
     import triton
 

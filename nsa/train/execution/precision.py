@@ -9,11 +9,11 @@ from nsa.ops._capability import check_kernels_run
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that ``device`` of a configuration means.
+    """The device for the setting ``device`` of a configuration.
 
     Args:
-        name: ``auto`` (a CUDA GPU where there is one), ``cpu`` or ``cuda``.
-        local_rank: of this process on its machine; it takes the GPU of that number.
+        name: ``auto`` (a CUDA GPU if there is one), ``cpu`` or ``cuda``.
+        local_rank: rank of this process on its machine; the index of its GPU.
 
     Raises:
         ValueError: ``cuda`` without a usable GPU, a GPU that is too old for the kernels, or fewer
@@ -32,10 +32,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:
-    """Context in which a forward pass runs.
+    """Context manager of a forward pass.
 
     Args:
-        device: where the model is.
+        device: device of the model.
         compute_dtype: ``bf16`` runs matrix products and attention in bf16 while parameters stay
             fp32; ``fp32`` changes nothing.
     """

@@ -1,4 +1,4 @@
-"""The start of a run, up to the end of its first optimizer step: logged while it happens."""
+"""Log of the start of a run, up to the end of its first optimizer step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Startup:
     """Times the phases of a start; each ends where the next one begins.
 
     Attributes:
-        first_step_s: the whole start, seconds; None before the end of the first step.
+        first_step_s: duration of the start, seconds; None before the end of the first step.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class Startup:
         """End the phase before and begin this one.
 
         Args:
-            phase: what is made ready, a noun: ``data``, ``model``.
+            phase: a noun: ``data``, ``model``.
         """
         self._begins[phase] = time.perf_counter()
         logger.info("start: %s", phase)
 
     def end_step(self, device: torch.device) -> None:
-        """Wait until ``device`` has done the first step, and log how long each phase took."""
+        """Wait until ``device`` has finished the first step, and log the duration of each phase."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         marks = [*self._begins.values(), time.perf_counter()]

@@ -1,1 +1,1 @@
-"""``nsa profile``: where the time of a training step goes, seen from the training process."""
+"""``nsa profile``: time of training steps by stage, and memory by module."""

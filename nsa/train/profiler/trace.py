@@ -1,77 +1,65 @@
-"""Reads a Chrome trace of PyTorch's profiler: how events nest, which call launched which kernel."""
+"""Chrome traces of PyTorch's profiler, and the memory of modules that they record."""
 
 from __future__ import annotations
 
-import bisect
 import gzip
 import json
-from collections import defaultdict
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-HOST = LAUNCHES | {"cpu_op", "user_annotation"}
-DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.nn.modules import module as hooks
 
-Thread = tuple[Any, Any]  # process and thread, as the trace names them
-_BEGIN = attrgetter("begin")
+from nsa.stages import BACKWARD
+
+STAGE, MODULE, STEP = "stage: ", "module: ", "ProfilerStep#"  # prefixes of ranges
+MIB = 2**20
+_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # numbers in a trace
 
 
-@dataclass(slots=True, eq=False)
-class Event:
-    """Something that took time, in microseconds on the trace's clock.
+class Event(NamedTuple):
+    """An operator, a range or a kernel; times are microseconds.
 
     Attributes:
-        name: as in the trace.
-        category: as in the trace: ``cpu_op``, ``user_annotation``, ``kernel``, ...
-        begin: when it began.
-        end: when it ended.
-        args: what else the trace says.
-        parent: the event that contains it on its thread; None on a device.
-        launch: on a device, the host call that launched it; None where the trace does not have it.
-        forward: on the backward pass of an operator: the operator's forward pass.
+        name: name in the trace.
+        begin: start time.
+        end: end time.
+        thread: thread of the host, or stream of the device.
+        launched: time of a kernel's launch on the host; infinite if the trace does not contain it.
     """
 
     name: str
-    category: str
     begin: float
     end: float
-    args: dict[str, Any]
-    parent: Event | None = None
-    launch: Event | None = None
-    forward: Event | None = None
-
-    def ancestors(self) -> Iterator[Event]:
-        """The event itself and those that contain it, innermost first."""
-        event: Event | None = self
-        while event is not None:
-            yield event
-            event = event.parent
+    thread: Any
+    launched: float = math.inf
 
 
 @dataclass
 class Trace:
-    """Events of a trace, in the order in which they began.
+    """Events of a trace, ordered by start time; outer events come before those they contain.
 
     Attributes:
-        host: events of each thread.
+        host: operators and ranges of all threads.
         device: kernels, copies and fills.
-        allocations: changes of allocated memory: time, thread, args.
+        allocations: changes of allocated memory: time, type of the device (0 CPU, 1 GPU), bytes.
+        backward: start times of operators in the forward pass and of their backward operators.
     """
 
-    host: dict[Thread, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    host: list[Event] = field(default_factory=list)
     device: list[Event] = field(default_factory=list)
-    allocations: list[tuple[float, Thread, dict[str, Any]]] = field(default_factory=list)
+    allocations: list[tuple[float, int, int]] = field(default_factory=list)
+    backward: list[tuple[float, float]] = field(default_factory=list)
 
-    def innermost(self, thread: Thread, time: float) -> Event | None:
-        """The innermost host event at a moment."""
-        events = self.host[thread]
-        index = bisect.bisect_right(events, time, key=_BEGIN) - 1
-        candidates = events[index].ancestors() if index >= 0 else ()
-        return next((event for event in candidates if event.end >= time), None)
+    def ranges(self, prefix: str) -> list[Event]:
+        """Host events whose names begin with a prefix."""
+        return [event for event in self.host if event.name.startswith(prefix)]
 
 
 def read_trace(path: Path) -> Trace:
@@ -80,59 +68,119 @@ def read_trace(path: Path) -> Trace:
 
 
 def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
-    """Events of the ``traceEvents`` of a Chrome trace, with their relations."""
-    trace = Trace()
-    flows: dict[str, dict[Any, tuple[Thread, float]]] = {"s": {}, "f": {}}
+    """Convert the ``traceEvents`` of a Chrome trace."""
+    trace, launches = Trace(), dict[float, float]()
+    flows: dict[str, dict[int, float]] = {"s": {}, "f": {}}
     for record in records:
-        category, name, phase = record.get("cat"), record.get("name"), record.get("ph")
-        thread, args = (record.get("pid"), record.get("tid")), record.get("args", {})
-        begin = float(record.get("ts", 0))
-        if phase == "X" and category in HOST | DEVICE:
-            event = Event(str(name), category, begin, begin + float(record.get("dur", 0)), args)
-            (trace.device if category in DEVICE else trace.host[thread]).append(event)
-        elif name == "[memory]":
-            trace.allocations.append((begin, thread, args))
+        category, args = record.get("cat"), record.get("args", {})
+        name, begin = str(record.get("name")), float(record.get("ts", 0))
+        end, correlation = begin + float(record.get("dur", 0)), args.get("correlation", -1)
+        event = Event(name, begin, end, record.get("tid"), correlation)
+        if category in ("cpu_op", "user_annotation"):
+            trace.host.append(event)
+        elif category in ("cuda_runtime", "cuda_driver"):
+            launches[correlation] = begin
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            trace.device.append(event)
         elif category == "fwdbwd":
-            flows[str(phase)][record["id"]] = thread, begin
-    for events in trace.host.values():
-        _nest(events)
-    trace.device.sort(key=_BEGIN)
-    trace.allocations.sort(key=itemgetter(0))
-    _link_launches(trace)
-    _link_backward(trace, flows)
+            flows[record["ph"]][record["id"]] = begin
+        elif name == "[memory]":
+            trace.allocations.append((begin, int(args["Device Type"]), int(args["Bytes"])))
+    trace.device = [e._replace(launched=launches.get(e.launched, math.inf)) for e in trace.device]
+    trace.host.sort(key=lambda event: (event.begin, -event.end))
+    trace.device.sort(key=lambda event: event.begin)
+    trace.allocations.sort()
+    trace.backward = [(flows["s"][n], at) for n, at in flows["f"].items() if n in flows["s"]]
     return trace
 
 
-def _nest(events: list[Event]) -> None:
-    events.sort(key=lambda event: (event.begin, -event.end))
-    previous: Event | None = None
-    for event in events:
-        candidates = previous.ancestors() if previous is not None else ()
-        event.parent = next((outer for outer in candidates if outer.end > event.begin), None)
-        previous = event
+@dataclass
+class ModuleMemory:
+    """Memory of one module over a forward and a backward pass, in bytes.
+
+    Attributes:
+        name: name of the module in the model.
+        forward_peak: largest allocated memory of the process during the module's forward pass.
+        backward_peak: largest allocated memory of the process during its backward pass.
+        kept: memory that its forward pass left allocated.
+    """
+
+    name: str
+    forward_peak: int = 0
+    backward_peak: int = 0
+    kept: int = 0
 
 
-def _link_launches(trace: Trace) -> None:
-    launches = {
-        event.args.get("correlation"): event
-        for events in trace.host.values()
-        for event in events
-        if event.category in LAUNCHES
-    }
-    for event in trace.device:
-        event.launch = launches.get(event.args.get("correlation"))
+@contextmanager
+def modules_marked(model: nn.Module) -> Iterator[None]:
+    """Context manager that makes the forward pass of every module a range of the trace.
+
+    The hooks are PyTorch's global ones: projections refuse hooks of their own.
+    """
+    names = {module: name or "model" for name, module in model.named_modules()}
+    ranges: list[record_function] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            ranges.append(record_function(MODULE + names[module]))
+            ranges[-1].__enter__()
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names:
+            ranges.pop().__exit__(None, None, None)
+
+    with (
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave),
+    ):
+        yield
 
 
-def _link_backward(trace: Trace, flows: dict[str, dict[Any, tuple[Thread, float]]]) -> None:
-    """Follow the trace's flows from an operator to its backward pass."""
-    starts = {
-        (thread, event.begin): event for thread, events in trace.host.items() for event in events
-    }
-    for number, place in flows["f"].items():
-        backward, forward = starts.get(place), starts.get(flows["s"].get(number, place))
-        if backward is None or forward is None or backward is forward:
-            continue
-        # In the event that contains it, autograd sums gradients of a tensor with several readers.
-        outer = backward.parent
-        evaluated = outer is not None and outer.name.startswith("autograd::engine::evaluate")
-        (outer if outer is not None and evaluated else backward).forward = forward
+def module_memory(trace: Trace, device: str, allocated: int) -> list[ModuleMemory]:
+    """Memory by module, in the order of their forward passes.
+
+    A module's backward pass lasts from the first backward operator of its forward operators until
+    the backward operator that follows the last one. It includes the recomputed forward pass.
+
+    Args:
+        trace: trace of a step with marked modules and allocations.
+        device: ``cpu`` or ``cuda``.
+        allocated: bytes allocated when the trace began.
+    """
+    times, levels = [float("-inf")], [allocated]
+    for time, kind, change in trace.allocations:
+        if kind == _DEVICE_TYPES[device]:
+            times.append(time)
+            levels.append(levels[-1] + change)
+
+    def between(begin: float, end: float) -> list[int]:
+        return levels[bisect_right(times, begin) - 1 : bisect_right(times, end)]
+
+    found: dict[str, ModuleMemory] = {}
+    (backward,) = trace.ranges(STAGE + BACKWARD)
+    starts = sorted([*(at for _, at in trace.backward), backward.end])
+    for mark in trace.ranges(MODULE):
+        memory = found.setdefault(mark.name, ModuleMemory(mark.name.removeprefix(MODULE)))
+        linked = [at for begin, at in trace.backward if mark.begin <= begin < mark.end]
+        if mark.begin < backward.begin:
+            inside = between(mark.begin, mark.end)
+            memory.forward_peak, memory.kept = max(inside), inside[-1] - inside[0]
+        else:
+            linked.append(mark.begin)
+        if linked:
+            inside = between(min(linked), starts[bisect_right(starts, max(linked))])
+            memory.backward_peak = max(memory.backward_peak, *inside)
+    return list(found.values())
+
+
+def memory_text(modules: list[ModuleMemory], tokens: int) -> str:
+    """The modules as a text table."""
+    how = "launched without torch.compile and CUDA graphs"
+    lines = [
+        f"one micro-batch of {tokens:,} tokens, {how}; MiB",
+        f"{'module':<44}{'peak forward':>14}{'peak backward':>15}{'kept':>11}",
+    ]
+    for memory in modules:
+        peaks = f"{memory.forward_peak / MIB:>14.1f}{memory.backward_peak / MIB:>15.1f}"
+        lines.append(f"{memory.name:<44}{peaks}{memory.kept / MIB:>11.1f}")
+    return "\n".join(lines) + "\n"

@@ -19,7 +19,14 @@ from nsa.train.checkpoint import list_checkpoints, step_of
 from nsa.train.config import TrainConfig
 from nsa.train.resumption import fault_of_rows
 from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.metrics import ALWAYS, Row, csv_cells, lines_and_rows, numbers
+from nsa.train.telemetry.metrics import (
+    ALWAYS,
+    Row,
+    csv_cells,
+    lines_and_rows,
+    metric_of_tag,
+    numbers,
+)
 
 _SHOWN = 20
 _CLOCK_SLACK_S = 0.1  # the clock of a row is rounded, and read a moment after the step
@@ -161,7 +168,7 @@ def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:
             if event.HasField("session_log"):
                 found = {step: values for step, values in found.items() if step < event.step}
             for value in event.summary.value:
-                found.setdefault(event.step, {})[value.tag] = value.simple_value
+                found.setdefault(event.step, {})[metric_of_tag(value.tag)] = value.simple_value
     return found
 
 

@@ -1,4 +1,4 @@
-"""Reading figures off the device without making it wait."""
+"""Reads small tensors from the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Info = TypeVar("Info")
 class LateReader(Generic[Info]):
     """A queue of small device tensors that are read some steps after they were computed.
 
-    Putting a tensor in starts a copy to the host and returns at once; taking it out waits for that
-    copy alone, while the device goes on with what was queued after it.
+    :meth:`put` starts a copy to the host and returns at once; :meth:`take` waits for that copy
+    only, while the device continues with later work.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Info, Tensor, torch.cuda.Event | None]] = deque()
 
     def put(self, info: Info, values: Tensor) -> None:
-        """Queue ``values``, a 1-D tensor, with what the host knows about them."""
+        """Queue ``values``, a 1-D tensor, with data of the host."""
         if values.device.type != "cuda":
             self._waiting.append((info, values, None))
             return
@@ -32,7 +32,7 @@ class LateReader(Generic[Info]):
         self._waiting.append((info, host, copied))
 
     def take(self, keep: int) -> list[tuple[Info, list[float]]]:
-        """Everything but the newest ``keep`` entries, oldest first."""
+        """Take all entries except the newest ``keep``, oldest first."""
         taken = []
         while len(self._waiting) > keep:
             info, host, copied = self._waiting.popleft()

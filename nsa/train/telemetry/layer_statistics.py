@@ -1,4 +1,4 @@
-"""Statistics of gates and selections by layer, summed on the device in steps that have a row."""
+"""Statistics of gates and selections by layer, summed on the device in steps with a row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nsa.stages import TELEMETRY, in_stage
 from nsa.train.telemetry.delayed import LateReader
 
 DEAD = 0.02  # of the sum of the gates
-UNIFORM = 0.999  # entropy, as a share of the largest possible one
+UNIFORM = 0.999  # entropy, relative to the largest possible one
 
 _COUNTS = tuple(f"selected_{algorithm}_calls" for algorithm in ("tiled", "gathered", "reference"))
-# How the figure of a run follows from those of its layers; otherwise it is their mean.
+# Functions that combine the layers of a run; other metrics are means.
 _OF_ALL_LAYERS: dict[str, Callable[[list[float]], float]] = {
     "selected_min_tokens": min,
     "selected_max_tokens": max,
@@ -29,14 +29,14 @@ _OF_ALL_LAYERS: dict[str, Callable[[list[float]], float]] = {
 class LayerStatistics:
     """Gates and selections of every layer over the passes of one optimizer step.
 
-    The layers add to their statistics wherever these are switched on, by an operator of the model's
-    graph: also where the graph is compiled or replayed, and again where a checkpointed layer is run
-    a second time, which changes no mean. Nothing waits for the device.
+    An operator of the model's graph adds to the statistics while they are switched on. It also runs
+    in compiled and replayed graphs, and twice in recomputed layers, which changes no mean. Nothing
+    waits for the device.
 
-    Dense layers have no statistics; fixed gates and a single branch have none of gates.
+    Dense layers have no statistics; fixed gates and single branches have no gate statistics.
 
     Args:
-        model: the language model. Its layers get statistics here, before anything is compiled.
+        model: the language model. Its layers get statistics here, before it is compiled.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -55,7 +55,7 @@ class LayerStatistics:
 
     @in_stage(TELEMETRY)
     def start(self) -> None:
-        """From here on, passes count; what was counted before is forgotten."""
+        """Reset the statistics and start counting."""
         if self._sums:
             torch._foreach_copy_(self._sums, self._on)
 
@@ -65,11 +65,11 @@ class LayerStatistics:
         sum_processes: Callable[[Tensor], Tensor],
         largest_of_processes: Callable[[Tensor], Tensor],
     ) -> None:
-        """No pass counts any more; what was counted is on its way to the host.
+        """Stop counting and start the copy to the host.
 
         Args:
             sum_processes: sums a tensor over the processes that share the step.
-            largest_of_processes: takes the largest of each element over them.
+            largest_of_processes: takes the elementwise maximum over them.
         """
         if self._sums:
             sums = torch.stack(self._sums)
@@ -79,13 +79,13 @@ class LayerStatistics:
             torch._foreach_copy_(self._sums, self._off)
 
     def row(self) -> dict[str, float]:
-        """Metrics of the step that was stopped last, or nothing; waits for their copy alone.
+        """Metrics of the step that was stopped last; empty without one. Waits for their copy only.
 
         Returns:
             The metrics ``gate_*`` and ``selected_*`` of
-            :data:`nsa.train.telemetry.metrics.METRICS`, and the same of each layer with
-            ``_layer_0`` and so on added: means over the layers, but for counts, which are sums, and
-            extremes.
+            :data:`nsa.train.telemetry.metrics.METRICS`, and those of each layer with the suffix
+            ``_layer_0`` and so on. Values without a suffix are means over the layers, sums for
+            counts, and extremes.
         """
         taken = self._late.take(keep=0)
         if not taken:

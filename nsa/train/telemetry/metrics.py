@@ -1,6 +1,6 @@
-"""Metrics of a run: which there are, and how their rows reach JSONL, CSV and TensorBoard.
+"""Metrics of a run, and their rows in JSONL, CSV and TensorBoard.
 
-``docs/metrics.md`` gives the unit and the meaning of each; a test keeps the two lists equal.
+``docs/metrics.md`` gives the unit and the meaning of each metric.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Value = float | int | bool
 Row = dict[str, Value]
 _LARGEST = 2**53  # integers of a row are below it, and are exact as floats
 
-# Metrics that every row of a run has, besides its step.
+# Metrics of every row, besides its step.
 ALWAYS = (
     "time_unix_s",
     "tokens",
@@ -83,9 +83,9 @@ METRICS = (
     "selected_reference_calls",
 )
 
-# Of each layer; the means over the layers have the name alone.
+# Metrics of a layer; means over the layers have no suffix.
 PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")
-# Of each process of several; those of the main one, which writes, have the name alone as well.
+# Metrics of a process; those of the main one, which writes, are also there without a suffix.
 RANK_METRICS = (
     "step_time_ms",
     "data_time_ms",
@@ -95,24 +95,43 @@ RANK_METRICS = (
     "memory_reserved_mib",
 )
 PER_RANK = re.compile(rf"({'|'.join(RANK_METRICS)})_rank_\d+")
+# Groups of TensorBoard's tags by prefixes of names.
+_GROUPS = {"val_": "val", "gate_": "gates", "selected_": "selection", "memory_": "memory"}
+_TRAIN = re.compile("loss|bits_per_byte|learning_rate|grad_norm|nonfinite_|tokens$|data_synthetic")
+
+
+def tensorboard_tag(name: str) -> str:
+    """Tag of a metric in TensorBoard: its group and name, for example ``train/loss``."""
+    name = name.replace("loss_nats", "loss")
+    for prefix, group in _GROUPS.items():
+        if name.startswith(prefix):
+            return f"{group}/{name.removeprefix(prefix)}"
+    return f"{'train' if _TRAIN.match(name) else 'time'}/{name}"
+
+
+def metric_of_tag(tag: str) -> str:
+    """Metric of a tag in TensorBoard; tags without a group, of older runs, are names."""
+    group, slash, name = tag.partition("/")
+    prefix = next((prefix for prefix, one in _GROUPS.items() if one == group), "")
+    return f"{prefix}{'loss_nats' if name == 'loss' else name}" if slash else tag
 
 
 class MetricsWriter:
     """Writes each row to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
 
-    ``metrics.jsonl`` is the record: a row is one appended line, which the operating system has when
-    :meth:`write` returns. ``metrics.csv`` holds the same rows. A metric that appears for the first
-    time becomes its last column: the file is written anew from the record with earlier cells empty,
-    so columns never change place. A metric that a row does not have is absent (no key, an empty
-    cell), never 0. A value that is not finite is written as ``nan``, ``inf`` or ``-inf``, in quotes
-    in the JSONL.
+    ``metrics.jsonl`` is the record: each row is one appended line, which the operating system has
+    when :meth:`write` returns. ``metrics.csv`` contains the same rows. A new metric becomes its
+    last column: the file is rewritten from the record with empty cells above, and columns never
+    move. A missing metric has no key and an empty cell, never 0. Values that are not finite are
+    written as ``nan``, ``inf`` or ``-inf``, in quotes in the JSONL. TensorBoard's tags are those
+    of :func:`tensorboard_tag`.
 
-    While the disk is full, rows are kept in memory, a warning says so, and every later row tries
-    again to write them all.
+    While the disk is full, rows stay in memory, a warning is logged, and each later row tries to
+    write them all.
 
     Args:
-        folder: run folder. Its rows stay; a last line that a crash left unfinished is set aside as
-            in :meth:`rewind`.
+        folder: run folder. Its rows stay; an unfinished last line is set aside as in
+            :meth:`rewind`.
 
     Raises:
         UserError: the record cannot be read.
@@ -124,7 +143,7 @@ class MetricsWriter:
         self._csv = AppendedFile(folder.metrics_csv)
         self._tensorboard: SummaryWriter | None = None
         self._last_step = self._begun_after = -1
-        # How rows reach each output, and which rows still have to; the record comes first, since
+        # The writers, each with the rows that it still has to write. The record comes first, since
         # the CSV is made from it.
         self._outputs: list[tuple[Callable[[Sequence[Row]], None], list[Row]]] = [
             (write, []) for write in (self._write_jsonl, self._write_csv, self._write_tensorboard)
@@ -136,7 +155,7 @@ class MetricsWriter:
         """Continue after ``step``: later rows move to ``metrics.set-aside-<n>.jsonl``.
 
         Args:
-            step: last step whose row stays; to be called before the first :meth:`write`.
+            step: last step whose row stays. Call it before the first :meth:`write`.
         """
         assert self._tensorboard is None, "rewind after write"
         self._start_after(step)
@@ -145,11 +164,11 @@ class MetricsWriter:
         """Write one row, to which ``time_unix_s`` is added.
 
         Args:
-            row: names of :data:`METRICS` to numbers; ``step`` must be there and above that
-                of the row before.
+            row: names of :data:`METRICS` to numbers; ``step`` must be above the step of the row
+                before.
 
         Raises:
-            UserError: for a name that is not in :data:`METRICS`, or a step that does not rise.
+            UserError: a name is not in :data:`METRICS`, or the step does not rise.
         """
         _check_row(row, self._last_step)
         row = {"step": row["step"], "time_unix_s": round(time.time(), 3), **row}
@@ -161,11 +180,11 @@ class MetricsWriter:
         self._write_waiting()
 
     def record(self) -> dict[str, Any]:
-        """See :func:`record_of`: the rows so far, with those that wait in memory."""
+        """:func:`record_of` the rows so far, including those that wait in memory."""
         return {"rows": self._num_rows, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
-        """Try a last time to write what a full disk has kept waiting."""
+        """Try a last time to write rows that a full disk keeps waiting."""
         self._write_waiting()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -215,28 +234,29 @@ class MetricsWriter:
                 self._tensorboard.close()  # its thread would fail
                 self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
             if self._tensorboard is None:
-                # From this step on TensorBoard hides what earlier files hold: rows set aside.
+                # From this step on TensorBoard hides rows of earlier files, which were set aside.
                 first = self._begun_after + 1
                 self._tensorboard = SummaryWriter(self._folder.tensorboard, purge_step=first)
             for row in rows:
                 for name, value in numbers(row, "step", "time_unix_s").items():
-                    self._tensorboard.add_scalar(name, value, row["step"], row["time_unix_s"])
+                    tag = tensorboard_tag(name)
+                    self._tensorboard.add_scalar(tag, value, row["step"], row["time_unix_s"])
             self._tensorboard.flush()
-        except OSError:  # after which it cannot go on
+        except OSError:  # the writer cannot continue after it
             self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
             raise
-        except OUTPUT_ERRORS as error:  # UnicodeError, of a path that is not UTF-8
+        except OUTPUT_ERRORS as error:  # for example a path that is not UTF-8
             self._outputs.pop()
             logger.warning("tensorboard: left out from here on (%s)", error)
 
 
 def numbers(row: Row, *without: str) -> dict[str, float]:
-    """The values of a row as floats, without the metrics named."""
+    """Values of a row as floats, except the metrics ``without``."""
     return {name: float(value) for name, value in row.items() if name not in without}
 
 
 def csv_cells(row: Row) -> dict[str, str]:
-    """A row in the CSV, in which truth is spelled as in JSON."""
+    """Cells of a row in the CSV; booleans are spelled as in JSON."""
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in row.items()
@@ -268,16 +288,16 @@ def _to_line(row: Row) -> bytes:
 
 
 def read_metrics(path: str | Path, *needed: str) -> list[Row]:
-    """Rows of a ``metrics.jsonl``, oldest first, with values that are not finite as floats again.
+    """Read the rows of a ``metrics.jsonl``, oldest first; none without a file.
 
-    No rows without a file. A last line that a crash left broken is left out.
+    An unfinished last line is left out.
 
     Args:
         path: the file.
         needed: metrics that each row must have, besides its step.
 
     Raises:
-        UserError: a line before the last is no row.
+        UserError: a line before the last one is not a row.
     """
     return [row for _, row in lines_and_rows(Path(path), *needed) if row is not None]
 
@@ -305,7 +325,7 @@ def _as_row(values: Any) -> Row | None:
 
 
 def record_of(lines: Sequence[bytes]) -> dict[str, Any]:
-    """Number of rows and their hash, by which a checkpoint knows the rows before it."""
+    """Number of rows and their hash, which a checkpoint stores."""
     return {"rows": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
 
@@ -318,15 +338,15 @@ def lines_until(path: Path, step: float) -> tuple[list[bytes], list[bytes]]:
 
 
 def _set_aside_after(path: Path, step: float) -> list[bytes]:
-    """Move rows after ``step`` and a broken last line to a file of their own; returns the rest."""
+    """Move rows after ``step`` and an unfinished last line to another file; return the rest."""
     kept, others = lines_until(path, step)
     if not others:
         return kept
     number = 1
     while (target := path.with_name(f"{path.stem}.set-aside-{number}{path.suffix}")).exists():
         number += 1
-    # The copy is complete before the record shrinks: a crash between the two leaves rows twice,
-    # never none.
+    # The copy is complete before the record shrinks: a crash between the two duplicates rows and
+    # loses none.
     replace_text(target, b"".join(others))
     replace_text(path, b"".join(kept))
     return kept

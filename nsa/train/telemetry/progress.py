@@ -26,20 +26,19 @@ _LOGGER = logging.getLogger("nsa")
 
 
 class RunReport:
-    """Context in which what the package logs, rows of metrics too, reaches the user and the log.
+    """Context manager that sends the package's log, including metrics, to the user and to files.
 
-    Records of the run's history, and warnings, go to ``events.jsonl`` too. A full disk costs lines
-    of these files and nothing else.
+    Events and warnings are also written to ``events.jsonl``. A full disk loses lines of these files
+    and nothing else.
 
     Args:
-        log: file that gets every line, with its time; appended to. ``events.jsonl`` is in the same
-            folder. None in processes that leave reporting to the main one: errors alone are
-            reported then.
+        log: file to which every line is appended with its time. ``events.jsonl`` is in the same
+            folder. None in processes other than the main one, which report only errors.
         steps: optimizer steps of the run.
-        stream: where the user looks; None means standard output. On a terminal a bar shows the
+        stream: output for the user; None means standard output. On a terminal a bar shows the
             newest row and lines are printed above it; elsewhere each row is a line.
-        held: whether the files get nothing before :meth:`begin`, and never anything of a run that
-            was refused or interrupted before it: such a command is no part of the run's history.
+        held: whether nothing is written to the files before :meth:`begin`. A command that is
+            refused or interrupted before it leaves no lines in the files.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class RunReport:
     ) -> None:
         if kind is not None and error is not None:
             if not issubclass(kind, (UserError, KeyboardInterrupt)):
-                self.begin()  # a bug: what came before it is worth reading
-            # The user sees the error anyway; a reader of the log has nothing else.
+                self.begin()  # a bug: earlier lines may explain it
+            # The user sees the error anyway; a reader of the log does not.
             how = ("ended by %s: %s", (kind.__name__, error), (kind, error, traceback))
             for file in self._files:
                 file.handle(_LOGGER.makeRecord(_LOGGER.name, logging.ERROR, __file__, 0, *how))
@@ -91,7 +90,7 @@ class RunReport:
             handler.close()
 
     def begin(self) -> None:
-        """Write what was held back: from now on every line belongs to the run."""
+        """Write held lines, and from now on every line at once."""
         for file in self._files:
             file.write_held()
 
@@ -100,17 +99,17 @@ class RunReport:
         _LOGGER.info("%s", describe_row(row, self._steps), extra={"row": row})
 
     def step(self, step: int) -> None:
-        """Move the bar, where there is one, to the optimizer step that was just done."""
+        """Move the bar, if there is one, to the optimizer step that was just done."""
         if self._bar is not None:
             self._bar.move(step)
 
     def line(self, text: str, *, event: str | None = None) -> None:
-        """Report anything else; with ``event``, its kind, it belongs to the history of the run."""
+        """Report another line; ``event`` is its kind in ``events.jsonl``."""
         _LOGGER.info("%s", text, extra={} if event is None else {"event": event})
 
 
 def describe_row(row: Mapping[str, Value], steps: int) -> str:
-    """A row of metrics as one line, with units; metrics that the row does not have are left out."""
+    """A row of metrics as one line, with units; missing metrics are left out."""
     parts = [form.format(row[name], steps) for name, form in _FORMS.items() if name in row]
     if "eta_s" in row:
         parts.append(f"ETA {timedelta(seconds=round(float(row['eta_s'])))}")
@@ -122,7 +121,7 @@ _FORMS = {
     "data_synthetic": "SYNTHETIC DATA",
     "loss_nats": "loss {:.4f} nats/token",
     "bits_per_byte": "{:.3f} bits/byte",
-    "val_bits_per_byte": "held out {:.4f} bits/byte",
+    "val_bits_per_byte": "val {:.4f} bits/byte",
     "learning_rate": "lr {:.2e}",
     "grad_norm": "grad norm {:.2f}",
     "tokens_per_s": "{:,.0f} tokens/s",
@@ -133,7 +132,7 @@ _FORMS = {
 
 
 class _LossyStream:
-    """A stream of text whose terminal or pipe may go away: the run goes on, its text is lost."""
+    """A text stream that loses text without an error when its terminal or pipe is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -154,17 +153,17 @@ class _LossyStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> int:
-        # On a full disk there may be room again; a terminal or pipe that has gone stays away.
+        # A full disk may have room again; a closed terminal or pipe stays closed.
         if error.errno in (errno.EPIPE, errno.EIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            # Without it, what is in buffers would fail at the end of the process.
+            # Otherwise flushing the buffers would fail at the end of the process.
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
         return 0
 
 
 class _LineFile(logging.Handler):
-    """A file that gets lines, once they are released, as long as there is room."""
+    """A file of log lines, which are held until they are released."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class _LineFile(logging.Handler):
         self._held: list[bytes] = []
 
     def write_held(self) -> None:
-        """Write the lines that were held back, and each later one at once."""
+        """Write held lines, and each later line at once."""
         self._is_held = False
         self._write()
 
@@ -187,7 +186,7 @@ class _LineFile(logging.Handler):
         try:
             self._file.append(b"".join(self._held))
         except OSError as error:
-            with suppress(OSError):  # of a terminal that has gone
+            with suppress(OSError):  # a closed terminal
                 if not self._has_complained:
                     why = f"{self._file.path} could not be written ({error})"
                     print(f"nsa: {why}; lines are lost", file=sys.stderr)
@@ -196,7 +195,7 @@ class _LineFile(logging.Handler):
 
 
 class _EventFile(_LineFile):
-    """Events, and all records from warnings upwards, as JSON: time, kind, step, message."""
+    """A file of events and warnings as JSON: time, kind, step, message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return hasattr(record, "event") or record.levelno >= logging.WARNING
@@ -212,7 +211,7 @@ class _EventFile(_LineFile):
 
 
 class _BarHandler(logging.Handler):
-    """A bar at the bottom of the terminal; other lines, and rows with an evaluation, above it."""
+    """A progress bar; other lines, and rows with an evaluation, are printed above it."""
 
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__()
@@ -222,7 +221,7 @@ class _BarHandler(logging.Handler):
             BarColumn(),
             TextColumn("{task.description}"),
             console=console,
-            refresh_per_second=2,  # drawing takes time from a run on few cores
+            refresh_per_second=2,  # drawing slows down a run on few cores
         )
         self._task: TaskID | None = None  # the bar appears with the first step
         self._steps = steps
@@ -238,7 +237,7 @@ class _BarHandler(logging.Handler):
             self.move(int(row["step"]), description=describe_row(newest, self._steps))
 
     def move(self, step: int, **more: str) -> None:
-        """Show ``step`` as done, and what the newest row says."""
+        """Show ``step`` as done, with the text of the newest row."""
         if self._task is None:
             self._task = self._progress.add_task("", total=self._steps)
             self._progress.start()

@@ -1,4 +1,4 @@
-"""How well a device is used: peak arithmetic rate and memory."""
+"""Use of a device: peak arithmetic rate, memory, utilisation, and times of steps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _BF16_PEAKS = (
     ("RTX 4090", 165.2e12),
 )
 MIB = 2**20
-# Of a process: in these everything is compiled and captured.
+# First steps of a process, in which everything is compiled and captured.
 STARTING_STEPS = 5
 
 
 def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
-    """Peak rate of matrix products in operations a second, or None where it is not known.
+    """Peak rate of matrix products in operations per second; None if it is unknown.
 
     Args:
-        device: where the run computes.
-        compute_dtype: ``bf16`` or ``fp32``; known for ``bf16`` alone.
+        device: device of the run.
+        compute_dtype: ``bf16`` or ``fp32``; the rate is known for ``bf16`` only.
     """
     if device.type != "cuda" or compute_dtype != "bf16":
         return None
@@ -43,15 +43,15 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
 
 
 def peak_of(gpu: str) -> float | None:
-    """Peak rate of bf16 matrix products of a GPU in operations a second; None where not known."""
+    """Peak rate of bf16 matrix products of a GPU in operations per second; None if unknown."""
     return next((peak for part, peak in _BF16_PEAKS if part in gpu), None)
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
-    """Peak GPU memory of the process since its start, by the names of the metrics; empty on a CPU.
+    """Metrics of the peak GPU memory of the process since its start; empty on a CPU.
 
     Args:
-        device: where the run computes; nothing waits for it.
+        device: device of the run; nothing waits for it.
     """
     if device.type != "cuda":
         return {}
@@ -62,13 +62,12 @@ def memory_row(device: torch.device) -> dict[str, float]:
 
 
 def utilisation_row(device: torch.device) -> dict[str, float]:
-    """How busy the driver reports a GPU to be; empty on a CPU and where it does not answer.
+    """Metric of the utilisation of a GPU; empty on a CPU and if the driver does not report it.
 
-    NVML, the driver's library, answers through nvidia-ml-py. A run does without it; ``nsa doctor``
-    says whether it answers.
+    The driver reports it through nvidia-ml-py, which a run does not need; ``nsa doctor`` checks it.
 
     Args:
-        device: where the run computes; nothing waits for it.
+        device: device of the run; nothing waits for it.
     """
     if device.type != "cuda" or find_spec("pynvml") is None:
         return {}
@@ -76,13 +75,13 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
 
     try:
         return {"gpu_utilisation_percent": float(torch.cuda.utilization(device))}
-    # no access to the driver, or a slice of a GPU, for which it keeps no figure
+    # no access to the driver, or a slice of a GPU, for which it reports nothing
     except (RuntimeError, NVMLError):
         return {}
 
 
 class _HostEvent:
-    """A moment of the host's clock, with the methods of a CUDA event."""
+    """A time of the host's clock, with the methods of a CUDA event."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -101,9 +100,9 @@ class _TimedStep:
     Attributes:
         begin: before its first kernel.
         end: after its last kernel.
-        until: where the next step begins; ``end`` where something else comes first.
-        host_ms: time in which the host queued it.
-        is_warm: whether the first steps of the process are over.
+        until: beginning of the next step; ``end`` if something else comes first.
+        host_ms: time that the host took to queue it.
+        is_warm: whether it came after the first steps of the process.
     """
 
     begin: Any
@@ -114,12 +113,12 @@ class _TimedStep:
 
 
 class DeviceClock:
-    """Times optimizer steps by the clock of the device that computes them, without waiting for it.
+    """Times optimizer steps by the clock of the device, without waiting for it.
 
-    On a GPU these are events in its stream; on a CPU the clock of the host.
+    On a GPU the times are those of events in its stream, on a CPU those of the host's clock.
 
     Args:
-        device: where the run computes.
+        device: device of the run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,11 +129,11 @@ class DeviceClock:
 
     @contextmanager
     def step(self, *, pause_follows: bool = False) -> Iterator[None]:
-        """Context in which a step is queued on the device.
+        """Context manager of a step that is queued on the device.
 
         Args:
-            pause_follows: whether something other than a step comes next, an evaluation for
-                example; its time belongs to no step.
+            pause_follows: whether something other than a step comes next, for example an
+                evaluation, whose time belongs to no step.
         """
         begin, issued = self._now(), time.perf_counter()
         if self._previous is not None:
@@ -147,12 +146,12 @@ class DeviceClock:
         self._waiting.append(step)
 
     def row(self) -> dict[str, float]:
-        """Figures of the steps since the last call that the device is done with.
+        """Metrics of the steps that the device has finished since the last call.
 
         Returns:
-            By the names of the metrics: ``step_time_max_ms`` where one of these steps came after
-            the first ``STARTING_STEPS`` of the process; on a GPU ``gpu_step_time_ms`` and
-            ``host_time_ms``, means over the steps. Empty without a step.
+            ``step_time_max_ms`` if a step came after the first ``STARTING_STEPS`` of the process;
+            on a GPU also ``gpu_step_time_ms`` and ``host_time_ms``, means over the steps. Empty
+            without a step.
         """
         done = []
         while self._waiting and self._waiting[0].until.query():

@@ -1,1 +1,1 @@
-"""Signals, hangs, lack of memory, and warnings about how a run goes."""
+"""Signals, hangs, out-of-memory errors and warnings of a run."""

@@ -1,24 +1,23 @@
-"""What a reader of the rows of a run would notice."""
+"""Warnings about the rows of a run: low throughput, waits for data, an idle GPU, gate collapse."""
 
 from __future__ import annotations
 
 import re
 import statistics
 
-from nsa.train.telemetry.layer_statistics import DEAD, UNIFORM
 from nsa.train.telemetry.metrics import Row
 
 SLOW = 0.2  # of the median speed so far
-MIN_ROWS = 5  # that make a median
+MIN_ROWS = 5  # for a median
 WAITING = 0.5  # of the step spent waiting for data
 IDLE = 0.5  # of the time with a kernel on the GPU, or of the step from its first kernel to its last
 
 
 class Health:
-    """Looks at each row of metrics and reports a condition when it begins, or comes back.
+    """Reports a condition of the rows of metrics when it begins, and when it comes back.
 
     Args:
-        warmup_steps: gates are not judged before this step, for all of them start alike.
+        warmup_steps: gates are not checked before this step, since all of them start equal.
     """
 
     def __init__(self, warmup_steps: int) -> None:
@@ -30,7 +29,7 @@ class Health:
         """Conditions that begin with this row, as (kind, sentence)."""
         found = {**self._throughput(row), **self._gates(row)}
         begun = [(key.split()[0], text) for key, text in found.items() if key not in self._reported]
-        # A row without gates says nothing about them.
+        # A row without gates keeps what is known about them.
         kept = set() if "gate_entropy" in row else {x for x in self._reported if "gates" in x}
         self._reported = kept | found.keys()
         return begun
@@ -38,9 +37,9 @@ class Health:
     def _throughput(self, row: Row) -> dict[str, str]:
         found, speed = {}, float(row["tokens_per_s"])
         if len(self._speeds) >= MIN_ROWS:
-            usual = statistics.median(self._speeds)
-            if speed < SLOW * usual:
-                text = f"throughput fell to {speed:,.0f} tokens/s, usual are {usual:,.0f}"
+            median = statistics.median(self._speeds)
+            if speed < SLOW * median:
+                text = f"throughput fell to {speed:,.0f} tokens/s, median so far: {median:,.0f}"
                 found["throughput"] = text
         self._speeds.append(speed)
         if len(self._speeds) == 1:  # the first step always waits
@@ -49,29 +48,21 @@ class Health:
         busy = float(row.get("gpu_utilisation_percent", 100.0))
         span = float(row.get("gpu_step_time_ms", step))
         if wait > WAITING * step:
-            found["data"] = f"the device waits for data: {wait:.0f} of {step:.0f} ms a step"
-        elif busy < 100 * IDLE:
-            found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time"
-        elif span < IDLE * step:
-            part = f"its part of a step takes {span:.0f} of {step:.0f} ms"
-            found["gpu"] = f"the GPU is idle: {part}"
+            found["data"] = f"the device waits for data: {wait:.0f} of {step:.0f} ms per step"
+        elif busy < 100 * IDLE or span < IDLE * step:
+            kernels = f"kernels of a step take {span:.0f} of {step:.0f} ms"
+            found["gpu"] = f"the GPU is idle: busy {busy:.0f}% of the time, {kernels}"
         return found
 
     def _gates(self, row: Row) -> dict[str, str]:
         found: dict[str, str] = {}
-        layers = [name.rpartition("_")[2] for name in row if name.startswith("gate_entropy_layer_")]
         if int(row["step"]) <= self._warmup_steps:
             return found
-        for layer in layers:
-            where = f"gate collapse in layer {layer}"
-            matches = (re.fullmatch(rf"gate_(\w+)_mean_layer_{layer}", name) for name in row)
-            means = {match[1]: float(row[match[0]]) for match in matches if match}
-            for branch, mean in means.items():
-                if mean < DEAD * sum(means.values()):
-                    text = f"{where}: branch {branch} is dead (mean {mean:.4f})"
-                    found[f"gates {layer} {branch}"] = text
-            entropy = float(row[f"gate_entropy_layer_{layer}"])
-            if entropy > UNIFORM:
-                text = f"{where}: all branches weigh alike (entropy {entropy:.4f})"
-                found[f"gates {layer}"] = text
+        for name, collapsed in row.items():
+            if collapsed and (match := re.fullmatch(r"gate_collapsed(_layer_(\d+))", name)):
+                means = (re.fullmatch(rf"gate_(\w+)_mean{match[1]}", other) for other in row)
+                parts = ", ".join(f"{m[1]} {row[m[0]]:.4f}" for m in means if m)
+                entropy = f"entropy {row[f'gate_entropy{match[1]}']:.4f}"
+                text = f"gate collapse in layer {match[2]}: means {parts}, {entropy}"
+                found[f"gates {match[2]}"] = text
         return found

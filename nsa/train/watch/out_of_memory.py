@@ -1,4 +1,4 @@
-"""Errors where memory is not enough: what was in use, which settings help, what cannot fit."""
+"""Out-of-memory errors: memory in use, settings that help, and checks before a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 
 _GIB = 2**30
-# Logits of a vocabulary from this size on may be most of what a step needs.
+# With a vocabulary from this size on, logits may need most of the memory of a step.
 _LARGE_VOCABULARY = 4096
 _LOSS_CHUNK = 1024
-# Of libraries that ask the driver for memory themselves, and of PyTorch on a CPU.
+# Errors of libraries that allocate memory themselves, and of PyTorch on a CPU.
 _OTHER_WORDS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -32,15 +32,15 @@ _OTHER_WORDS = (
 
 @contextmanager
 def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[None]:
-    """Context manager: turn a lack of memory into a :class:`UserError` with advice.
+    """Context manager: turn an out-of-memory error into a :class:`UserError` with advice.
 
     Args:
         function: the command.
-        what: what did not fit.
-        hint: makes sentences that say what to do; called where it is needed alone.
+        what: subject of the message, for example ``the run``.
+        hint: function that returns advice.
 
     Raises:
-        UserError: the memory is not enough.
+        UserError: memory ran out.
     """
     try:
         yield
@@ -51,9 +51,10 @@ def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[Non
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is, or comes from, a lack of memory.
+    """Whether an error is, or was caused by, a lack of memory.
 
-    The capture of a CUDA graph in which memory runs out is closed with an error of its own.
+    If memory runs out during the capture of a CUDA graph, the end of the capture raises another
+    error.
     """
     return any(
         isinstance(one, torch.OutOfMemoryError | MemoryError)
@@ -63,14 +64,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, the one that it came from, and so on."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def memory_use(error: BaseException) -> str:
-    """What the device has, what this process holds and what it asked for, as far as is known."""
+    """Memory of the device, of this process and of the failed allocation, as far as known."""
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", "\n".join(map(str, _chain(error))))
     end = f"; {asked[1]} more were asked for" if asked else ""
     if not torch.cuda.is_available():
@@ -84,17 +85,17 @@ def memory_use(error: BaseException) -> str:
 
 
 def smaller_micro_batch(config: TrainConfig) -> int | None:
-    """At most half of the windows, of which a step is a whole number; None if one is left."""
+    """Largest divisor of the micro-batch up to its half; None for a micro-batch of 1."""
     size = config.micro_batch
     return max((part for part in range(1, size // 2 + 1) if size % part == 0), default=None)
 
 
 def remedies(config: TrainConfig, *, resumed: bool) -> str:
-    """Settings that need less memory and train the same, as words of the command line.
+    """Options that need less memory and train the same.
 
     Args:
         config: the run.
-        resumed: leaves out what a resumed run may not change.
+        resumed: whether to leave out options that a resumed run may not change.
     """
     found = []
     micro_batch = smaller_micro_batch(config)
@@ -109,7 +110,7 @@ def remedies(config: TrainConfig, *, resumed: bool) -> str:
 
 
 def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
-    """What to do about a run that did not fit: give it other settings, or resume it with them."""
+    """Advice for a run that did not fit: options for a new or a resumed run."""
     checkpoints = list_checkpoints(folder.checkpoints)
     words = remedies(config, resumed=bool(checkpoints))
     if checkpoints:
@@ -122,16 +123,13 @@ def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
     return f"Give {words}; `nsa plan` says what a run needs."
 
 
-# Bytes a parameter: fp32 weights; in training as many for gradients and for each of two moments.
+# Bytes per parameter: fp32 weights; in training also gradients and two moments.
 _WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
 _MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """Apply :func:`check_fits` to a run, whose processes may divide the model among them.
-
-    Of its activations one residual stream and the logits are counted.
-    """
+    """Apply :func:`check_fits` to a run, with one residual stream and the logits as activations."""
     model, tokens = config.model, config.micro_batch * config.seq_len
     shares = config.world_size if config.parallel.strategy == "fsdp" else 1
     logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
@@ -148,24 +146,24 @@ def check_fits(
     shares: int = 1,
     activations: int = 0,
 ) -> None:
-    """Refuse a model that cannot fit before anything is begun: its weights and what trains them.
+    """Check that weights, and in training gradients and moments, fit into the free memory.
 
-    What fits by this may still be too large; ``nsa plan`` counts a whole step.
+    A model that passes may still be too large; ``nsa plan`` counts a whole step.
 
     Args:
         function: the command.
         config: the model.
-        device: where it is to compute.
+        device: device of the model.
         training: whether gradients and moments are needed too.
-        shares: processes that divide the model among them.
-        activations: bytes needed beside the model.
+        shares: number of processes that the model is divided among.
+        activations: bytes needed besides the model.
 
     Raises:
-        UserError: the memory that is free does not suffice.
+        UserError: the free memory is not enough.
     """
     parameters = parameters_by_part(config)["total"]
     needed, free = parameters * _WEIGHT_BYTES / shares, free_memory(device)
-    what, hint = "", "Give --device cpu, or end what else takes memory."
+    what, hint = "", "Give --device cpu, or end other programs that use memory."
     if training:
         needed = parameters * _TRAINING_BYTES / shares + activations
         what = " with their gradients and moments"
@@ -178,7 +176,7 @@ def check_fits(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that this process may still take; infinite where the system does not tell."""
+    """Bytes that this process may still allocate; infinite if the system does not report them."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
@@ -186,7 +184,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def _left_in_cgroup() -> float:
-    """Bytes below the limit of the container, which may drop the files that it has cached."""
+    """Bytes below the limit of the container, counting cached files as free."""
     used = _number_in(_CGROUP / "memory.current", r"(\d+)")
     cached = _number_in(_CGROUP / "memory.stat", r"(?m)^file (\d+)$")
     limit = _number_in(_CGROUP / "memory.max", r"(\d+)")
@@ -194,7 +192,7 @@ def _left_in_cgroup() -> float:
 
 
 def _number_in(path: Path, pattern: str) -> float:
-    """A number in a file of the system; infinite where there is no such file or no number in it."""
+    """A number in a file of the system; infinite without the file or the number."""
     try:
         found = re.search(pattern, path.read_text(encoding="ascii"))
     except OSError:

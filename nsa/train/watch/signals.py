@@ -1,4 +1,4 @@
-"""Requests to a run while it goes: by signal, by a file in its folder, by the end of torchrun."""
+"""Requests to a running process: signals, the halt file, the end of torchrun."""
 
 from __future__ import annotations
 
@@ -11,39 +11,37 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-if sys.platform == "win32":  # nothing trains there, but this module is imported
+if sys.platform == "win32":  # where this module is imported and nothing trains
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
     CHECKPOINT_SIGNAL = signal.SIGTERM
 else:
-    # The last one comes from a terminal that is closed.
+    # A closed terminal sends the last one.
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     CHECKPOINT_SIGNAL = signal.SIGUSR2
-HALT = 255  # used like the number of a signal, none of which is that high
+HALT = 255  # value of `stop` for the halt file; no signal has this number
 _LOOK_EVERY_S = 1.0
 _PASSED_ON_S = 5.0
 
 
 class Requests:
-    """While entered, notes what this process is asked to do; the trainer looks between steps.
+    """Context manager that records requests to this process; the trainer reads them between steps.
 
-    The first SIGTERM, SIGINT or SIGHUP, or the halt file, asks for a checkpoint and the end of the
-    run; a second SIGTERM or SIGINT ends the process at once with exit code 128 + its number and
-    saves nothing. SIGHUP stays ignored under ``nohup``. SIGUSR2 asks for a checkpoint. A
-    torchrun agent that is gone, by SIGKILL for example, counts as SIGTERM. Earlier handlers come
-    back on leaving, but not in a launched process that was asked for its end.
+    The first SIGTERM, SIGINT or SIGHUP, or the halt file, requests a checkpoint and the end of the
+    run; a second SIGTERM or SIGINT ends the process at once, without a checkpoint and with exit
+    code 128 + its number. SIGHUP stays ignored under ``nohup``. SIGUSR2 requests a checkpoint. The
+    end of the torchrun agent, for example by SIGKILL, counts as SIGTERM. The exit restores earlier
+    handlers, except in a launched process that was asked to stop.
 
     Args:
-        halt_file: file whose appearance ends the run; None for processes that do not look for it.
-        launched: whether a launcher started this process. A cluster or a service manager signals
-            both, and the launcher passes its signal on: what comes within seconds of the first one
-            is the same request.
+        halt_file: file that ends the run when it appears; None for processes that do not check it.
+        launched: whether a launcher started this process. A cluster signals both, and the launcher
+            passes its signal on: signals within seconds of the first one are the same request.
         agent: process ID of the torchrun agent that started this process; 0 without one.
-        listens: whether signals are noted at all; otherwise they end the process at once, as
-            everywhere else.
+        listens: whether signals are handled; otherwise they end the process at once.
 
     Attributes:
         stop: number of the signal, :data:`HALT` for the file, 0 without a request.
-        checkpoint: whether a checkpoint was asked for; what makes it sets this to False again.
+        checkpoint: whether a checkpoint was requested; the trainer sets it to False.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Requests:
         self._before: dict[signal.Signals, Any] = {}
 
     def look(self) -> None:
-        """Look for a halt file and the agent, once a second at most: file systems may be slow."""
+        """Check the halt file and the agent, at most once a second: file systems may be slow."""
         now = time.monotonic()
         if self.stop or now - self._looked < _LOOK_EVERY_S:
             return
@@ -86,7 +84,7 @@ class Requests:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # the signal may still be passed on
+        # The launcher may still pass the signal on.
         is_leaving = self._same_s > 0 and self.stop not in (0, HALT)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_leaving else handler)
@@ -100,7 +98,7 @@ class Requests:
         if self.stop not in (0, HALT):
             if time.monotonic() - self._stopped < self._same_s:
                 return
-            if number == signal.SIGHUP:  # a closed terminal sends it, and so does the shell in it
+            if number == signal.SIGHUP:  # a closed terminal and its shell both send it
                 return
             self._say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
@@ -110,6 +108,6 @@ class Requests:
 
     @staticmethod
     def _say(line: str) -> None:
-        with suppress(OSError):  # of a terminal that has gone
-            # printing through Python's buffers inside a handler may raise
+        with suppress(OSError):  # a closed terminal
+            # Printing through Python's buffers in a handler may raise.
             os.write(2, f"{line}\n".encode())

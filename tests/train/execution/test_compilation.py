@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from nsa.train.execution.cuda_graphs import Replay
 from nsa.train.telemetry.metrics import read_metrics
 from nsa.train.telemetry.progress import RunReport
 from nsa.train.trainer import Trainer
-from tests.train.cases import PATTERN, new_trainer, resumed
+from tests.train.cases import PATTERN, new_trainer
 
 CPU = torch.device("cpu")
 
@@ -57,14 +56,6 @@ def test_graphs_are_counted_once_each(counter: CompilationCounter) -> None:
     assert counter.now == Compiled(graphs=3)
 
 
-def test_counting_goes_on_after_a_reset(counter: CompilationCounter) -> None:
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    torch.compiler.reset()
-    counter.listen(CPU)
-    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
-    assert counter.now.graphs == 2
-
-
 def test_a_capture_counts_when_it_has_succeeded() -> None:
     counter = CompilationCounter()
     with counter.capturing():
@@ -87,14 +78,6 @@ def test_kernels_are_counted_through_the_hook_of_triton(
     assert skipped == [False, True, False]
     assert counter.now == Compiled(kernels=2)
     assert before.call_count == 2
-
-
-def test_what_happened_in_words() -> None:
-    before = Compiled(graphs=2, kernels=9)
-    assert before.since(before) == ""
-    now = Compiled(graphs=3, captures=2, kernels=9)
-    assert now.since(before) == "torch.compile graphs compiled: 1, CUDA graphs captured: 2"
-    assert now.compilations == 5
 
 
 # --- in a run -------------------------------------------------------------------------------------
@@ -214,14 +197,3 @@ def test_the_start_is_told_while_it_happens(
     assert whole_s == pytest.approx(rows[0]["first_step_s"], abs=0.1)
     assert sum(phases) == pytest.approx(whole_s, abs=0.5)
     assert phases[2] >= 1.1
-
-
-def test_a_resumed_process_tells_its_own_start(tmp_path: Path) -> None:
-    """The first row after the checkpoint says how long the start took."""
-    changes: dict[str, Any] = {"steps": 4, "log_every": 1, "checkpoint_every": 2}
-    new_trainer(tmp_path, **changes).run()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    rows, events, log = run(resumed(tmp_path, **changes))
-    assert [row["step"] for row in rows if "first_step_s" in row] == [1, 3]
-    assert "checkpoint 0." in log[log.index("first step after") :]
-    assert not events

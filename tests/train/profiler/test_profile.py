@@ -1,4 +1,4 @@
-"""`nsa profile` on a CPU: it records a real run, and its rows add up."""
+"""`nsa profile` on a CPU records a real run, and its rows add up."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import torch
 
 from nsa import cli, stages
 from nsa.train.load import to_yaml
-from nsa.train.profiler.memory import MODULE, ModuleMemory, module_memory
-from nsa.train.profiler.session import Plan, Session
+from nsa.train.trainer import Trainer
 from tests.train.cases import tiny_config
-from tests.train.profiler.hand_made import AUTOGRAD, HandMade
 
 SHORT = ("--wait", "1", "--warmup", "1", "--active", "2", "--memory", "--log-every", "1")
 
@@ -52,13 +50,15 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = named(found["stages"], "stage")
     assert (found["device"], found["steps"]) == ("cpu", 2)
     assert sum(row["total_ms"] for row in rows.values()) == pytest.approx(found["step_ms"])
-    for stage in set(stages.MODEL_STAGES) - {stages.DENSE, stages.CASTS}:
-        assert rows[stage]["forward_ms"] > 0, stage
-        assert (rows[stage]["backward_ms"] > 0) == (stage != stages.SELECTION), stage
-    for stage in (stages.OPTIMIZER, stages.TELEMETRY, stages.GRADIENTS, "idle"):
+    parts: tuple[str, ...] = (
+        stages.PROJECTION,
+        stages.COMPRESSION,
+        stages.COMPRESSED,
+        stages.SELECTION,
+    )
+    parts += (stages.SELECTED, stages.WINDOW, stages.GATES, stages.MLP, stages.LOSS, stages.REST)
+    for stage in (*parts, stages.BACKWARD, stages.OPTIMIZER, stages.TELEMETRY, "idle"):
         assert rows[stage]["total_ms"] > 0, stage
-    # a model this small on a machine busy with other tests
-    assert rows["unattributed"]["share"] < 0.15
     assert (folder / "stages.txt").read_text() in capsys.readouterr().out
     assert "aten::mm" in (folder / "kernels.txt").read_text()
     # The run ends with the record, after the steps it takes: no checkpoint, and rows of any run.
@@ -84,7 +84,7 @@ def test_memory_of_modules_in_layers_that_are_compiled(
     [
         ("--nvtx --active 1", "--nvtx must be left out on a CPU"),
         ("--active 0", "--active must be positive, got 0"),
-        ("--active 21", "--steps must be at least 41 for this profile, got 40"),
+        ("--active 19 --memory", "--steps must be at least 41 for this profile, got 40"),
     ],
 )
 def test_what_cannot_be_recorded(
@@ -99,22 +99,17 @@ def test_what_cannot_be_recorded(
 def test_a_run_that_is_stopped_has_no_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Session.on_step
+    real = Trainer.train_step
 
-    def on_step(session: Session) -> None:
+    def step(trainer: Trainer, *given: Any) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGTERM)
-        real(session)
+        return real(trainer, *given)
 
-    monkeypatch.setattr(Session, "on_step", on_step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     code, run = profile(tmp_path, *SHORT)
     assert code == 1
     assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
     assert not list((run / "profile").iterdir())
-
-
-def test_steps_of_a_plan() -> None:
-    assert Plan().num_steps(cuda_graphs=False) == 70
-    assert Plan(2, 1, 3, memory=True).num_steps(cuda_graphs=True) == 2 + 2 + 1 + 3 + 2
 
 
 def test_stages_cost_nothing_without_a_listener() -> None:
@@ -137,24 +132,3 @@ def test_stages_cost_nothing_without_a_listener() -> None:
         compiled(torch.zeros(()))  # which has no stages inside
     run(torch.zeros(()))
     assert heard == [stages.LOSS, stages.GATES]
-
-
-def test_memory_of_modules() -> None:
-    hand = HandMade()
-    hand.mark(stages.FORWARD, 0, 50)
-    hand.host(MODULE + "layer", 1, 40, category="user_annotation")
-    hand.host(MODULE + "layer.mlp", 10, 30, category="user_annotation")
-    hand.host("aten::mm", 11, 20)
-    hand.memory(5, 100)
-    hand.memory(12, 1000)
-    hand.memory(15, -300)
-    hand.memory(16, 7, device=1)  # of another device
-    hand.mark(stages.BACKWARD, 50, 90)
-    hand.host("MmBackward0", 60, 70, AUTOGRAD)
-    hand.backward_of(11, 60)
-    hand.memory(61, 400, AUTOGRAD)
-    hand.memory(80, 9999)  # of no module
-    assert module_memory(hand.trace(), "cpu", 50) == [
-        ModuleMemory("layer", forward_peak=1150, backward_peak=1250, kept=800),
-        ModuleMemory("layer.mlp", forward_peak=1150, backward_peak=1250, kept=700),
-    ]

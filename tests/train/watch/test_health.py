@@ -11,9 +11,9 @@ def row(step: int, **changes: float) -> Row:
     return {"step": step, **usual, **changes}
 
 
-def gates(step: int, cmp: float, slc: float, win: float, entropy: float) -> Row:
-    means = {"gate_cmp_mean": cmp, "gate_slc_mean": slc, "gate_win_mean": win}
-    names = {**means, "gate_entropy": entropy}
+def gates(step: int, cmp: float, slc: float, win: float, collapsed: float) -> Row:
+    names = {"gate_cmp_mean": cmp, "gate_slc_mean": slc, "gate_win_mean": win}
+    names |= {"gate_entropy": 0.7, "gate_collapsed": collapsed}
     return row(step, **names, **{f"{name}_layer_3": value for name, value in names.items()})
 
 
@@ -29,7 +29,9 @@ def test_speed_that_falls_is_said_once_each_time() -> None:
     assert Health(0).look(slow) == []  # nothing to compare with
     fallen = Health(0)
     kinds(fallen, *usual)
-    assert fallen.look(slow) == [("throughput", "throughput fell to 150 tokens/s, usual are 1,000")]
+    assert fallen.look(slow) == [
+        ("throughput", "throughput fell to 150 tokens/s, median so far: 1,000")
+    ]
     # a quarter is not yet a fifth
     assert kinds(fallen, row(8), row(9, tokens_per_s=250.0)) == ["", ""]
 
@@ -37,20 +39,17 @@ def test_speed_that_falls_is_said_once_each_time() -> None:
 def test_waiting_for_data() -> None:
     waiting, health = row(1, data_time_ms=6.0), Health(0)
     assert health.look(waiting) == []  # the first step always waits
-    assert health.look(waiting) == [("data", "the device waits for data: 6 of 10 ms a step")]
+    assert health.look(waiting) == [("data", "the device waits for data: 6 of 10 ms per step")]
     assert health.look(waiting) == []
 
 
 def test_gates_that_collapse() -> None:
-    sound, dead = gates(11, 0.5, 0.4, 0.6, 0.98), gates(12, 0.5, 0.004, 0.6, 0.7)
-    alike = gates(13, 0.5, 0.5, 0.5, 0.99999)
-    where = "gate collapse in layer 3"
+    sound, dead = gates(11, 0.5, 0.4, 0.6, 0.0), gates(12, 0.5, 0.004, 0.6, 1.0)
     assert Health(warmup_steps=10).look(sound) == []
-    assert Health(10).look(dead) == [("gates", f"{where}: branch slc is dead (mean 0.0040)")]
-    weigh = f"{where}: all branches weigh alike (entropy 1.0000)"
-    assert Health(10).look(alike) == [("gates", weigh)]
-    assert Health(10).look(gates(10, 0.5, 0.5, 0.5, 1.0)) == []  # all start alike
-    # A row without an evaluation says nothing about gates: the collapse is not over.
+    means = "means cmp 0.5000, slc 0.0040, win 0.6000, entropy 0.7000"
+    assert Health(10).look(dead) == [("gates", f"gate collapse in layer 3: {means}")]
+    assert Health(10).look(gates(10, 0.5, 0.5, 0.5, 1.0)) == []  # all gates start equal
+    # A row without gates does not end the collapse.
     rows = (dead, row(13), dead, sound, dead)
     assert kinds(Health(10), *rows) == ["gates", "", "", "", "gates"]
 
@@ -63,6 +62,7 @@ def test_an_idle_gpu() -> None:
     assert kinds(Health(0), late) == [""]  # the first step always waits
     health = Health(0)
     health.look(usual)
-    assert health.look(late) == [("gpu", "the GPU is idle: its part of a step takes 4 of 10 ms")]
+    text = "the GPU is idle: busy 60% of the time, kernels of a step take 4 of 10 ms"
+    assert health.look(late) == [("gpu", text)]
     # the cause is known
     assert kinds(health, row(4, data_time_ms=6.0, gpu_step_time_ms=4.0)) == ["data"]

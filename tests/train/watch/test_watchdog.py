@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import torch
 from nsa.train.run_folder import RunFolder
 from nsa.train.watch.signals import Requests
 from nsa.train.watch.watchdog import STARTING_LIMIT_S, Watchdog
-from nsa.train.watch.watchdog_process import Beat, Watched, say, watch
+from nsa.train.watch.watchdog_process import Beat, Process, watch
 from tests.faults.cases import FORKS
 
 
@@ -35,15 +36,10 @@ def terminal_gone() -> Iterator[None]:
         os.close(kept)
 
 
-def watched(folder: Path, pid: int = 1, beats: int = 0) -> Watched:
-    names = ("stacks", "log.txt", "events.jsonl", "alarm")
-    return Watched(pid, 0, beats, *(str(folder / name) for name in names))
-
-
 def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     """Otherwise a hanging run would never be ended once its terminal has gone."""
     with terminal_gone():
-        say(watched(tmp_path), "hang", Beat(1, 2, "step", 3.0, 4.0), "it hangs\n")
+        Process(1, 0, tmp_path).say("hang", Beat(1, 2, "step", 3.0), "it hangs")
     assert (tmp_path / "log.txt").read_text().endswith("ERROR it hangs\n")
 
 
@@ -72,12 +68,16 @@ def test_no_signal_for_a_process_that_has_ended_or_has_no_limit(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(os, "getppid", lambda: pid if now < ends_at else 1)
     monkeypatch.setattr(os, "kill", lambda _, number: found.append(signal.Signals(number).name))
-    (tmp_path / "stacks").touch()
-    with (tmp_path / "beats").open("w+b") as beats:
-        beats.write(Beat(1, 2, "step", limit_s, 4.0).to_bytes())
-        beats.flush()
-        watch(watched(tmp_path, pid, beats.fileno()))
+    process = Process(pid, 0, tmp_path)
+    process.stacks.parent.mkdir()
+    process.stacks.touch()
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.write(writes, b'[1, 2, "step", 1]\n' + json.dumps([2, 2, "step", limit_s]).encode() + b"\n")
+    watch(process, reads)
     assert found == sent
+    for descriptor in (reads, writes):
+        os.close(descriptor)
 
 
 def _die_at_once(folder: str) -> None:
@@ -139,8 +139,7 @@ def test_ten_times_the_last_step_or_the_last_of_a_phase_is_no_hang(
             monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
             watchdog.beat(begins, 7, 40.0)
         watchdog.beat(phase, 7, limit_s)
-        assert watchdog._memory is not None
-        assert Beat.from_bytes(watchdog._memory[:]).limit_s == allowed
+        assert watchdog._last.limit_s == allowed
         monkeypatch.undo()
 
 
@@ -203,18 +202,23 @@ def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
     """A shape that is new to torch.compile may come in any step and takes longer than a step."""
     seen: list[Beat] = []
 
-    def look() -> None:
-        assert watchdog._memory is not None
-        seen.append(Beat.from_bytes(watchdog._memory[:]))
-
     def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        look()
+        seen.append(watchdog._last)
         return module.forward
 
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         watchdog.beat("step", 7, 40.0)
         torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))
-        look()
+        seen.append(watchdog._last)
     during, after = seen
-    assert during[1:4] == (7, "compile", STARTING_LIMIT_S)
-    assert after[:4] == (during.number + 1, 7, "step", 40.0)
+    assert during[1:] == (7, "compile", STARTING_LIMIT_S)
+    assert after == (during.number + 1, 7, "step", 40.0)
+
+
+def test_a_watchdog_that_is_stopped_does_not_stop_the_run(tmp_path: Path) -> None:
+    """Its pipe is full after some thousand steps."""
+    with Watchdog(RunFolder(tmp_path), 0, 1000.0) as watchdog:
+        assert watchdog._process is not None
+        watchdog._process.send_signal(signal.SIGSTOP)
+        for step in range(5000):
+            watchdog.beat("step", step, 1000.0)

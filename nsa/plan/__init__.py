@@ -1,1 +1,0 @@
-"""``nsa plan``: memory, time and cost of a run before it runs."""
