@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa.bench.clock import release_memory
-from nsa.bench.subjects import as_measured
+from nsa.bench.train import as_measured
 from nsa.bench.train_run import measure_steps
 from nsa.errors import check
 from nsa.plan.memory import step_memory

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nsa.bench.rows import Row
-from nsa.bench.subjects import DTYPES, differences
+from nsa.bench.train import DTYPES, differences
 from nsa.errors import UserError
 from nsa.lm.baseline import parameters_by_part
 from nsa.lm.flops import flops_per_token

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nsa.bench.points import parse_shape
-from nsa.bench.report import newest_rows
-from nsa.bench.rows import read_rows
+from nsa.bench.cases import parse_shape
+from nsa.bench.rows import newest_rows, read_rows
 from nsa.cli.bench import carried_rows
 from nsa.lm.config import LMConfig
 from nsa.plan.measure import WITHIN

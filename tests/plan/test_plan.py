@@ -10,7 +10,7 @@ import pytest
 
 from nsa import cli
 from nsa.bench.rows import Row
-from nsa.bench.subjects import differences
+from nsa.bench.train import differences
 from nsa.errors import UserError
 from nsa.plan import measure
 from nsa.plan import plan as planning

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.bench.points import RECORDED
+from nsa.bench.cases import RECORDED
 from nsa.bench.rows import measured, read_rows
 from nsa.config import NSAConfig
 from nsa.lm.recorded import load_selections
