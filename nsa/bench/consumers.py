@@ -153,7 +153,8 @@ def _subject(name: str, mode: str, gate: Gate) -> Subject:
     problem, (make, attend) = gate.problem, CONSUMERS[name]
     x, config, device = problem.tensors, problem.config, problem.point.device
     torch.compiler.reset()  # compile each point on its own, with its static shapes
-    leaves = {leaf: x[leaf].detach().requires_grad_() for leaf in problem.case.inputs}
+    needs_grad = mode == "fwd_bwd"  # FlexAttention on a CPU has no backward pass
+    leaves = {leaf: x[leaf].detach().requires_grad_(needs_grad) for leaf in problem.case.inputs}
     make = partial(make, x["block_indices"], config)
     made = make()
     whole = Work(lambda: (attend(*leaves.values(), make(), config),), leaves, (x["dout"],))
