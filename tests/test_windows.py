@@ -86,7 +86,6 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ["train", "--resume", str(folder / "run")],
         ["profile", config, "--run-dir", str(folder / "run")],
         ["bench", "train", "--config", config, "--steps", "1"],
-        ["bench", "scaling", config],
         ["data", "prepare", str(folder / "text"), "--out", str(folder / "data")],
         ["doctor"],
     ]

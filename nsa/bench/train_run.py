@@ -75,8 +75,9 @@ class StepClock:
     events; the host waits for the device before the first and after the last timed step only.
     """
 
-    def __init__(self, device: torch.device, warmup: int, steps: int, profiled: int) -> None:
-        self._device, self._warmup, self._first = device, warmup, warmup + profiled
+    def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
+        self._device, self._warmup = device, warmup
+        self._first = warmup + PROFILED_STEPS
         self._last, self._step, self._begin, self._seconds = self._first + steps, -1, 0.0, 0.0
         self._marks: list[Any] = []  # the beginning of each step
         self._trace: Any = None
@@ -122,8 +123,8 @@ class StepClock:
         if cuda:
             found.peak_mib = torch.cuda.max_memory_allocated(self._device) / MIB
             found.reserved_mib = torch.cuda.max_memory_reserved(self._device) / MIB
-            steps, sums = self._first - self._warmup, kernel_sums(self._trace)
-            found.kernel_us = {name: round(us / steps, 2) for name, us in sums.items()}
+            sums = kernel_sums(self._trace)
+            found.kernel_us = {name: round(us / PROFILED_STEPS, 2) for name, us in sums.items()}
         return found
 
 
@@ -152,8 +153,7 @@ def measure_steps(
         # The profiler sees only kernels of CUDA graphs that are captured after its first use.
         profiled(lambda: None, device)
         torch.cuda.reset_peak_memory_stats(device)
-    several = processes.world_size > 1
-    clock = StepClock(device, warmup, steps, PROFILED_STEPS if several else 1)
+    clock = StepClock(device, warmup, steps)
     rows = list[MetricsRow]()
     with tempfile.TemporaryDirectory() as own:
         path = Path(processes.all_of(own)[0]) / "run"

@@ -54,7 +54,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_ways_to_consume_a_selection(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    words = "--shape 4x2x16x16 --seqs 200 --tokens 400 --dtype float32 --choice shared4"
+    words = "--shape 2x1x16x16 --seqs 128 --tokens 256 --dtype float32 --choice shared4"
     assert cli.main(["bench", "consumers", *words.split(), "--out", str(out)]) == 0
     rows = read_rows([out])
     modes = ("fwd", "fwd_bwd")
