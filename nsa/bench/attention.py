@@ -121,15 +121,16 @@ class Provider:
             branch = "win" if case.name == "attention.window" else "slc"
             leaves = _leaves(tensors, ("q", f"k_{branch}", f"v_{branch}"))
             q, k, v = (x.transpose(1, 2) for x in leaves.values())
-            attend, douts = self.attend(problem), (tensors["dout"],)
-            return Work(lambda: (attend(q, k, v).transpose(1, 2),), leaves, douts)
+            attend = self.attend(problem)
+            forward = lambda: (attend(q, k, v).transpose(1, 2),)  # noqa: E731
+            return Work(forward, leaves, (tensors["dout"],))
         if self.backend == "triton" and not on_gpu and not kernels_run_on_cpu():
             raise UnsupportedError("the Triton kernels need a CUDA GPU")
         call = case.call if self.algorithm == "auto" else selected_by(self.algorithm)
         leaves = _leaves(tensors, case.inputs)
         douts = tuple(tensors[f"d{name}"] for name in case.outputs) if case.inputs else ()
-        forward = partial(call, {**tensors, **leaves}, problem.config, self.backend)
-        return Work(forward, leaves, douts)
+        given = ({**tensors, **leaves}, problem.config, self.backend)
+        return Work(partial(call, *given), leaves, douts)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Say why the kernels that ran are not its own."""

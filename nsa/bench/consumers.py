@@ -25,19 +25,11 @@ TILE = 128  # queries and keys that FlexAttention computes or skips together
 QUERIES = 32_768  # of one SDPA call: a CUDA grid has at most 65,535 programs in two dimensions
 
 
-def attend_indices(q: Tensor, k: Tensor, v: Tensor, made: Tensor, config: NSAConfig) -> Tensor:
-    """Attend by this library's selected branch."""
-    return selected_attention(q, k, v, made, config)[0]
-
-
 def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
-    """FlexAttention's mask of block indices ``[B, S, Hkv, n]``, and the rule for its elements.
+    """FlexAttention's mask of block indices ``[B, S, Hkv, n]``.
 
-    Args:
-        ids: block indices.
-        config: the sparse pattern.
-        by: ``mask`` looks an element up by query and block; ``ranges`` compares it with the token
-            ranges of the query, which :func:`nsa.blocks_to_ranges` merges.
+    ``mask`` looks an element up by query and block; ``ranges`` compares it with the merged token
+    ranges of its query.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -61,22 +53,17 @@ def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
     padded = pad(chosen, (0, 0, 0, tiles * TILE - length)).unflatten(2, (tiles, TILE))
     some = padded.unflatten(-1, (tiles, wide)).any(-1).any(3).repeat_interleave(group, dim=1)
     order = some.int().argsort(dim=-1, descending=True, stable=True).int()
-    return BlockMask.from_kv_blocks(
-        some.sum(-1, dtype=torch.int32),
-        order,
-        BLOCK_SIZE=TILE,
-        mask_mod=in_ranges if by == "ranges" else looked_up,
-        seq_lengths=(length, length),
-    )
+    rule, number = in_ranges if by == "ranges" else looked_up, some.sum(-1, dtype=torch.int32)
+    sizes: dict[str, Any] = {"BLOCK_SIZE": TILE, "seq_lengths": (length, length)}
+    return BlockMask.from_kv_blocks(number, order, mask_mod=rule, **sizes)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
     """Attend by FlexAttention, compiled on a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend: Callable[..., Tensor] = flex_attention
-    if q.is_cuda:
-        attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    attend: Callable[..., Tensor] = compiled if q.is_cuda else flex_attention
     inputs = (x.transpose(1, 2) for x in (q, k, v))
     return attend(*inputs, block_mask=made, enable_gqa=True).transpose(1, 2)
 
@@ -104,16 +91,14 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfi
 
     queries = q.reshape(batch * length, heads, -1, q.shape[-1])
     parts = zip(*(x.split(QUERIES) for x in (queries, *made)), strict=True)
-    out = [
-        scaled_dot_product_attention(some, copied(k, rows), copied(v, rows), attn_mask=seen)
-        for some, rows, seen in parts
-    ]
+    attend = scaled_dot_product_attention
+    out = [attend(some, copied(k, at), copied(v, at), attn_mask=seen) for some, at, seen in parts]
     return torch.cat(out).view(*q.shape[:3], -1)
 
 
 # What each consumer makes from the block indices, and how it attends with it.
 CONSUMERS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
-    "indices": (lambda ids, config: ids, attend_indices),
+    "indices": (lambda ids, config: ids, lambda *given: selected_attention(*given)[0]),
     "mask": (partial(block_mask, by="mask"), attend_flex),
     "ranges": (partial(block_mask, by="ranges"), attend_flex),
     "gather": (gathered_rows, attend_gathered),
@@ -131,11 +116,7 @@ def bench_consumers(
     out: Path | None = None,
     commit: str | None = None,
 ) -> bool:
-    """Measure, print and write rows; each result is compared with fp64 first.
-
-    Returns:
-        Whether every row that ran is correct.
-    """
+    """Measure, print and write rows; return whether every row that ran is correct."""
     case, config = CASES["attention.selected"], shape.config()
     results = Results(out, device, commit)
     for choice, seq_len in product(choices, seqs):

@@ -119,34 +119,33 @@ def bench_decode(
     shortest = min([*(length for length, _ in points or ()), *(prefills or ()), SHORTEST])
     check(shortest >= SHORTEST, WHERE, "tokens of context", f"be at least {SHORTEST}", shortest)
     results = Results(out, device, commit)
+    wanted = list[tuple[dict[str, Any], Callable[[], Subject]]]()
     if CASES[0] in cases:
         names: Sequence[str] = ATTENTION[:-1] if device.type == "cuda" else ATTENTION[-1:]
-        if providers is not None:
-            names = [each for each in providers if each in ATTENTION]
-        for (length, batch), provider in product(points or ATTENTION_POINTS, names):
+        names = [each for each in providers or names if each in ATTENTION]
+        for (length, batch), each in product(points or ATTENTION_POINTS, names):
             point = Point(shape, length, batch, "random", DTYPE, device)
-            make = partial(attention_step, provider, point)
-            found = measure(make, device, is_ours=provider not in FOREIGN)
-            row = {**point.fields(), "provider": provider, "mode": "step"}
-            results.add(case=CASES[0], **row, **found)
+            row = {"case": CASES[0], **point.fields(), "provider": each, "mode": "step"}
+            wanted.append((row, partial(attention_step, each, point)))
     if CASES[1] in cases:
         prefills = (() if points else PREFILLS) if prefills is None else prefills
-        wanted = [("step", *point) for point in points or MODEL_POINTS]
-        wanted += [("prefill", length, 1) for length in prefills]
+        sizes = [("step", *point) for point in points or MODEL_POINTS]
+        sizes += [("prefill", length, 1) for length in prefills]
         names = [each for each in providers or MODELS[:2] if each in (*MODELS, *GENERATORS)]
-        for (mode, length, batch), each in product(wanted, names):
+        for (mode, length, batch), each in product(sizes, names):
+            row = {"case": CASES[1], "shape": name, "choice": "model", "dtype": "bfloat16"}
+            row |= {"provider": each, "mode": mode, "seq_len": length, "batch": batch}
             (run,) = find_subjects([config], {}, names=[GENERATORS.get(each, each)])
-            model, size = run.config.model, (length, batch, steps, device)
-            make = partial(prefill, model, length, device)
-            if each in GENERATORS:
-                make = partial(generate, each, model, *size)
-            elif mode == "step":
-                make = partial(model_step, model, *size)
-            if mode == "step" or each not in GENERATORS:
-                row = {"provider": each, "mode": mode, "seq_len": length, "batch": batch}
-                row |= {"shape": name, "choice": "model", "dtype": "bfloat16"}
-                found = measure(make, device, is_ours=each not in FOREIGN)
-                results.add(case=CASES[1], **row, **found)
+            given = (run.config.model, length, batch, steps, device)
+            if mode == "prefill":
+                if each not in GENERATORS:
+                    wanted.append((row, partial(prefill, run.config.model, length, device)))
+            elif each in GENERATORS:
+                wanted.append((row, partial(generate, each, *given)))
+            else:
+                wanted.append((row, partial(model_step, *given)))
+    for row, make in wanted:
+        results.add(**row, **measure(make, device, is_ours=row["provider"] not in FOREIGN))
     return results.finish()
 
 
@@ -166,7 +165,7 @@ def attention_step(provider: str, point: Point) -> Subject:
         if provider == "dense-scan":
             config = dense_pattern(config, point.seq_len)
         call, exact, read = _cached(point, config, is_reference)
-        kernels = KERNELS if provider == "nsa" else DENSE_KERNELS
+        kernels: tuple[str, ...] = KERNELS if provider == "nsa" else DENSE_KERNELS
     else:
         call, exact, kernels = _static(point, config, provider)
         read = point.tokens * config.num_kv_heads

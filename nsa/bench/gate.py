@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
-_BRANCHES = {
+_BRANCHES: dict[str, tuple[Callable[..., Any], str]] = {
     "attention.compressed": (sampled_compressed, "cmp"),
     "attention.selected": (sampled_selected, "slc"),
     "attention.window": (sampled_window, "win"),
@@ -120,44 +121,41 @@ class Gate:
     # --- Sampled fp64 values
     def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Sampled rows, the baseline and the oracle, by result."""
-        dtypes = (self.problem.point.dtype, torch.float64)
-        both = zip(*(self._sampled(case, dtype) for dtype in dtypes), strict=True)
-        return {
-            name: (rows, values, oracle[name])
-            for (rows, baseline), (_, oracle) in both
-            for name, values in baseline.items()
-        }
+        dtypes = self.problem.point.dtype, torch.float64
+        baseline, oracle = (self._sampled(case, dtype) for dtype in dtypes)
+        return {name: (*baseline[name], oracle[name][1]) for name in oracle}
 
-    def _sampled(self, case: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
-        """Rows, and values of results there, computed in ``dtype``."""
+    def _sampled(self, case: str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rows and values of results, computed in ``dtype``."""
         x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
-        rope = Rope.from_config(config)
-        if case == "attention":
+        rope, offsets = Rope.from_config(config), self._offsets
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        if case == "attention":  # with the block indices that were checked
             names = {entry.name: x[entry.name] for entry in fields(PackedInputs) if entry.name in x}
-            offsets = {"cu_seqlens_q": self._offsets, "cu_seqlens_k": self._offsets}
+            inputs = PackedInputs(**names, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
             assert self._block_indices is not None
-            inputs, indices = PackedInputs(**names, **offsets), self._block_indices.flatten(0, 1)
-            whole = SampledWhole(inputs, config, indices, rope=rope)
-            found = whole.at_queries(queries, dtype, x["dout"])
-            yield queries, {"out": found.pop("out"), **_gradients(found)}
-            yield keys, _gradients(whole.at_tokens(keys, dtype, x["dout"]))
+            whole = SampledWhole(inputs, config, self._block_indices.flatten(0, 1), rope=rope)
+            values = whole.at_queries(queries, dtype, x["dout"])
+            found["out"] = (queries, values.pop("out"))
+            found |= {f"d{name}": (queries, y) for name, y in values.items()}
+            values = whole.at_tokens(keys, dtype, x["dout"])
+            found |= {f"d{name}": (keys, y) for name, y in values.items()}
         elif case == "attention.combine":  # its rows do not depend on each other
-            leaves = {
-                name: x[name][queries].to(dtype).requires_grad_()
-                for name in self.problem.case.inputs
-            }
+            inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
+            leaves = {name: y.requires_grad_() for name, y in inputs.items()}
             (out,) = self.problem.case.call(leaves, config, "reference")
-            dout = x["dout"][queries].to(dtype)
-            gradients = torch.autograd.grad(out, list(leaves.values()), dout)
-            named = _gradients(dict(zip(leaves, gradients, strict=True)))
-            yield queries, {"out": out.detach(), **named}
+            gradients = torch.autograd.grad(
+                out, list(leaves.values()), x["dout"][queries].to(dtype)
+            )
+            named = zip(("out", *(f"d{name}" for name in leaves)), (out, *gradients), strict=True)
+            found = {name: (queries, y.detach()) for name, y in named}
         elif case == "attention.compress":
             for kind, turn in (("k", rope), ("v", None)):
                 raw, blocks = f"{kind}_cmp_raw", self._blocks()
-                compression = SampledCompression(x[raw], None, config, self._offsets, turn)
-                yield blocks, {f"{kind}_cmp": compression.at_blocks(blocks, dtype)["y"]}
+                compression = SampledCompression(x[raw], None, config, offsets, turn)
+                found[f"{kind}_cmp"] = (blocks, compression.at_blocks(blocks, dtype)["y"])
                 dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
-                yield keys, {f"d{raw}": dx}
+                found[f"d{raw}"] = (keys, dx)
         else:
             sampled, label = _BRANCHES[case]
             args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
@@ -167,11 +165,13 @@ class Gate:
                 seq_len = self.problem.point.seq_len
                 config = replace(config, window_size=seq_len)
                 keys = keys[keys % seq_len >= seq_len - _TAIL]
-            branch = sampled(*args, config, cu_seqlens_q=self._offsets)  # type: ignore[operator]
-            yield queries, branch.at_queries(queries, dtype, x["dout"])
+            branch = sampled(*args, config, cu_seqlens_q=offsets)
             keys = self._blocks() if label == "cmp" else keys
-            found = branch.at_keys(keys, dtype, x["dout"])
-            yield keys, {f"{name}_{label}": gradient for name, gradient in found.items()}
+            values = branch.at_queries(queries, dtype, x["dout"])
+            found = {name: (queries, y) for name, y in values.items()}
+            values = branch.at_keys(keys, dtype, x["dout"])
+            found |= {f"{name}_{label}": (keys, y) for name, y in values.items()}
+        return found
 
     def _blocks(self) -> Tensor:
         """Packed compressed rows that start at or before the sampled keys."""
@@ -216,10 +216,6 @@ class Gate:
         agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
-
-
-def _gradients(found: Tensors) -> Tensors:
-    return {f"d{name}": gradient for name, gradient in found.items()}
 
 
 def approximates(config: NSAConfig) -> bool:

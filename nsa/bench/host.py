@@ -126,7 +126,10 @@ def bench_host(
         width: size of the layer's input.
         tokens: lengths of the one sequence.
         device: the measured device.
-        cases, providers, modes, weights: words of the constants of these names.
+        cases: words of ``CASES``.
+        providers: words of ``PROVIDERS``.
+        modes: words of ``MODES``.
+        weights: words of ``WEIGHTS``.
         calls: timed calls.
         out: JSONL file to append to; None prints the rows only.
         commit: recorded if the checkout has no git.

@@ -23,6 +23,23 @@ from nsa.bench.rows import (
     ratio,
 )
 
+_MEASURED = (
+    "tokens_per_s",
+    "mfu",
+    "tflops_useful",
+    "tbps_useful",
+    "launches",
+    "gpu_ms",
+    "mib_read",
+    "of_copy",
+    "peak_mib",
+    "reserved_mib",
+    "communication_ms",
+    "exposed_ms",
+    "idle_ms",
+    "recall",
+    "loss_nats",
+)
 Kind = TypeVar("Kind")
 Cells = Mapping[str, Callable[[Kind], str]]
 
@@ -97,30 +114,12 @@ def row_cells(by: Figures) -> Cells[Row]:
             "" if row.provider == provider else number(ratio(row, by, provider=provider))
         )
 
-    columns = {"case": "", "provider": "", "seq_len": ",", "batch": "", "dtype": "", "choice": ""}
-    columns |= {"mode": ""}
-    after = {
-        "tokens_per_s": ",.0f",
-        "mfu": ".3g",
-        "tflops_useful": ".3g",
-        "tbps_useful": ".3g",
-        "launches": "",
-        "gpu_ms": ".3f",
-        "mib_read": ",.4g",
-        "of_copy": ".0%",
-        "peak_mib": ",.0f",
-        "reserved_mib": ",.0f",
-        "communication_ms": ".2f",
-        "exposed_ms": ".2f",
-        "idle_ms": ".2f",
-        "recall": ".3f",
-        "loss_nats": ".3f",
-    }
+    columns = ("case", "provider", "seq_len", "batch", "dtype", "choice", "mode")
     return {
-        **{name: _field(name, form) for name, form in columns.items()},
-        "GPUs": lambda row: number(row.num_gpus, "") if row.num_gpus > 1 else "",
+        **{name: _field(name) for name in columns},
+        "GPUs": lambda row: str(row.num_gpus) if row.num_gpus > 1 else "",
         "ms (p20 to p80)": _time,
-        **{name: _field(name, form) for name, form in after.items()},
+        **{name: _field(name) for name in _MEASURED},
         "time of dense": time_of_dense,
         "MiB of dense": lambda row: number(of_dense(row, by, "peak_mib")),
         "time of nsa": time_of("nsa"),
@@ -134,8 +133,16 @@ def row_cells(by: Figures) -> Cells[Row]:
     }
 
 
-def _field(name: str, form: str) -> Callable[[Row], str]:
-    return lambda row: number(getattr(row, name), form)
+def _field(name: str) -> Callable[[Row], str]:
+    """A column of a field: words, or numbers of four digits, of all digits from 1,000 on."""
+
+    def cell(row: Row) -> str:
+        value = getattr(row, name)
+        if value is None or isinstance(value, str):
+            return value or ""
+        return format(value, ".4g" if abs(value) < 1000 else ",.0f")
+
+    return cell
 
 
 def _time(row: Row) -> str:

@@ -219,8 +219,8 @@ def test_table() -> None:
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     window = make_row(case="attention.window", **H200, ms_p50=0.5)
     selection = {"case": "attention.choice", "seq_len": 4096, **H200}
-    masked = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32}}
-    variant = {"variant": {"coarse_block_size": 256}, "recall": 0.73}
+    masked: dict[str, Any] = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32}}
+    variant: dict[str, Any] = {"variant": {"coarse_block_size": 256}, "recall": 0.73}
     rows = [
         *(DENSE, OURS, window, replace(window, mode="fwd_bwd", **WRONG)),  # type: ignore[arg-type]
         make_row(**selection, recall=1.0),

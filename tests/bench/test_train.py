@@ -348,10 +348,10 @@ def test_the_matched_model_has_as_many_parameters(name: str) -> None:
 # --- Several processes
 def test_one_process_and_two(tmp_path: Path) -> None:
     """The same global batch, divided; buckets of gradients are settings."""
-    batch = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
+    batch: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
     config, out = small_config(tmp_path, **batch), tmp_path / "rows.jsonl"
-    words = ("bench", "train", "--config", config, "--provider", "nsa", "--mode", "fwd_bwd")
-    words += ("--warmup", "1", "--steps", "2", "--out", out)
+    options = f"--config {config} {NSA_STEPS} --warmup 1 --steps 2 --out {out}"
+    words = ("bench", "train", *options.split())
     with Nsa(*words, said=tmp_path / "said") as nsa:
         assert nsa.end() == 0, nsa.text
     variant = ("--variant", "small:parallel.bucket_mib=0.01")
