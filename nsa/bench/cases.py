@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -342,18 +341,18 @@ def pairs(name: str, seq_len: int, config: NSAConfig) -> int:
         seq_len: S.
         config: the sparse pattern.
     """
-    t = np.arange(seq_len)
+    t = torch.arange(seq_len)
     if name == "attention.window":
-        return int(np.minimum(t + 1, config.window_size).sum())
+        return int((t + 1).clamp(max=config.window_size).sum())
     if name == "attention.compressed":
         blocks = (t + 1 - config.compress_block_size) // config.compress_stride + 1
-        return int(np.maximum(blocks, 0).sum())
+        return int(blocks.clamp(min=0).sum())
     if name == "attention.selected":
-        n = np.full(len(t), config.num_selected_blocks)
+        n = torch.full_like(t, config.num_selected_blocks)
         for length, fewer in reversed(config.block_counts):
             n[:length] = fewer
         size = config.block_size
-        return int(((np.minimum(t // size + 1, n) - 1) * size + t % size + 1).sum())
+        return int(((torch.minimum(t // size + 1, n) - 1) * size + t % size + 1).sum())
     assert name == "dense"
     return int((t + 1).sum())
 
