@@ -223,15 +223,12 @@ def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
         ValueError: the text has another form, or a key is given twice.
     """
     name, _, settings = text.partition(":")
-    rule = "be a name, a colon and KEY=VALUE pairs"
-    check(bool(re.fullmatch(r"[\w.-]+", name) and settings), where, "--variant", rule, repr(text))
-    found: dict[str, str] = {}
-    for pair in re.split(r",(?![^\[(]*[\])])", settings):  # commas inside brackets are of a value
-        key, equals, value = pair.partition("=")
-        hint = "For example: compile=true"
-        check(bool(equals and key), where, "--variant", "be KEY=VALUE", repr(pair), hint)
-        check(key not in found, where, "--variant", "name a setting once", key)
-        found[key.replace("-", "_")] = value
+    # Commas inside brackets belong to a value.
+    pairs = [pair.partition("=") for pair in re.split(r",(?![^\[(]*[\])])", settings)]
+    found = {key.replace("-", "_"): value for key, equals, value in pairs if key and equals}
+    fits = re.fullmatch(r"[\w.-]+", name) and len(found) == len(pairs)
+    rule, hint = "be NAME:KEY=VALUE,.. with each key once", "For example: eager:compile=false"
+    check(bool(fits), where, "--variant", rule, repr(text), hint)
     return name, found
 
 

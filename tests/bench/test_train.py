@@ -291,7 +291,8 @@ def test_two_configurations_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--variant a:compile", "--variant must be KEY=VALUE"),
+        ("--variant a:compile", "--variant must be NAME:KEY=VALUE,.."),
+        ("--variant a:seed=1,seed=2", "with each key once"),
         ("--variant a:compile=true --variant a:seed=1", "must be none of a, dense,"),
         ("--variant dense:seed=1", "the name of a run must be none of dense,"),
         ("--micro-batch 3 --tokens 256", "micro_batch must divide the 4 sequences of a step"),
