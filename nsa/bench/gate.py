@@ -141,8 +141,8 @@ class Gate:
             values = whole.at_tokens(keys, dtype, x["dout"])
             found |= {f"d{name}": (keys, y) for name, y in values.items()}
         elif case == "attention.combine":  # its rows do not depend on each other
-            inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
-            leaves = {name: y.requires_grad_() for name, y in inputs.items()}
+            names = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
+            leaves = {name: y.requires_grad_() for name, y in names.items()}
             (out,) = self.problem.case.call(leaves, config, "reference")
             gradients = torch.autograd.grad(
                 out, list(leaves.values()), x["dout"][queries].to(dtype)

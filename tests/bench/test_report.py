@@ -263,7 +263,12 @@ def test_the_newest_row_of_a_kind_counts() -> None:
     wrong = make_row(**WRONG, date="2026-03-01T00:00:00+00:00")
     for order in ([old, new, wrong], [wrong, new, old]):
         assert newest_rows(order) == [new]
-    others = [{"mode": "fwd_bwd"}, {"batch": 1}, {"gpu": "other"}, {"num_gpus": 2}]
+    others: list[dict[str, Any]] = [
+        {"mode": "fwd_bwd"},
+        {"batch": 1},
+        {"gpu": "other"},
+        {"num_gpus": 2},
+    ]
     assert len(newest_rows([old, *(make_row(**other) for other in others)])) == 5
 
 
