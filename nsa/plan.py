@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nsa.bench.rows import Row
-from nsa.bench.subjects import DTYPES, differences
+from nsa.bench.train import DTYPES, differences
 from nsa.errors import UserError, fail
 from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
@@ -535,7 +535,7 @@ _WARMUP, _STEPS = 3, 4
 def measure(config: TrainConfig, device: torch.device) -> float:
     """Peak memory in tensors of a few steps on a GPU, MiB, as PyTorch's allocator counts it."""
     from nsa.bench.clock import release_memory
-    from nsa.bench.subjects import as_measured
+    from nsa.bench.train import as_measured
     from nsa.bench.train_run import measure_steps
 
     release_memory(device)

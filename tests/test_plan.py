@@ -14,10 +14,9 @@ from torch import Tensor
 
 from nsa import cli, configs
 from nsa import plan as planning
-from nsa.bench.points import parse_shape
-from nsa.bench.report import newest_rows
-from nsa.bench.rows import Row, read_rows
-from nsa.bench.subjects import differences
+from nsa.bench.cases import parse_shape
+from nsa.bench.rows import Row, newest_rows, read_rows
+from nsa.bench.train import differences
 from nsa.cli.bench import carried_rows
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig

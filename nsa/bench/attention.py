@@ -1,207 +1,365 @@
 """``nsa bench attention``: a row for each implementation, case and mode.
 
-The result is checked first; then come kernels, peak memory and time of the same call.
+The result is checked first; then kernels, peak memory and time of the same call are measured.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.bench.cases import CASES, prepare
-from nsa.bench.clock import kernel_times, peak_mib, release_memory, time_call
-from nsa.bench.flops import useful_bytes, useful_flops
-from nsa.bench.gate import Gate, Verdict, approximates
-from nsa.bench.implementations import (
-    Implementation,
-    PyTorch,
-    Reference,
-    UnsupportedError,
-    choose_implementations,
-    does_not_fit,
-    refusals,
+import nsa.ops
+from nsa.bench.cases import (
+    CASES,
+    RECORDED,
+    Case,
+    Point,
+    Problem,
+    Shape,
+    Tensors,
+    batch_of,
+    make_tensors,
+    prepare,
+    selected_by,
+    useful_work,
 )
-from nsa.bench.points import RECORDED, Point, Shape, batch_of, make_tensors
-from nsa.bench.rows import Results, Row
-from nsa.bench.table import progress_line, result_table
-from nsa.bench.variants import Variant
-from nsa.errors import check
+from nsa.bench.clock import Subject, UnsupportedError, Verdict, measure
+from nsa.bench.gate import Gate, approximates
+from nsa.bench.table import Results
+from nsa.config import NSAConfig
+from nsa.errors import check, nearest, nearest_hint
+from nsa.ops._backend import kernels_run_on_cpu
 
+WHERE = "nsa bench attention"
 MIN_LENGTH = 128
-
-Fields = dict[str, Any]  # of a row
+# Kernels that this library does not have: matrix products, softmax and attention of other libraries
+# and of the compiler.
+_FOREIGN = re.compile(
+    r"gemm|gemv|cutlass|cudnn|flash|fmha|sdpa|softmax|nvjet|xmma|triton_(tem|poi|red|per)_",
+    re.I,
+)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What ``nsa bench attention`` is asked to measure.
+class Work:
+    """One computation, ready to be called again and again.
 
     Attributes:
-        shape: heads.
-        seqs: lengths S.
-        tokens: tokens of all sequences together; None takes those of the shape.
-        choices: keys of ``CHOICES``, or ``RECORDED``.
-        recorded: file of ``nsa inspect --record``, for that.
-        cases: names of cases; None means all.
-        providers: names of implementations; None means all that need not be named.
-        variants: of this library.
-        dtype: of the inputs.
-        out: JSONL file to append to; None keeps the rows to itself.
-        recall: also measure how much of the exact selection is found; always measured where the
-            pattern approximates it.
-        commit: to record where the checkout has no git.
-        budget_ms: time spent on the samples of one figure.
+        forward: computes the outputs.
+        leaves: tensors whose gradients are computed, by name.
+        douts: gradients of the outputs.
     """
 
-    shape: Shape
-    seqs: Sequence[int]
-    tokens: int | None = None
-    choices: Sequence[str] = ("random",)
-    recorded: Path | None = None
-    cases: Sequence[str] | None = None
-    providers: Sequence[str] | None = None
-    variants: Sequence[Variant] = ()
-    dtype: torch.dtype = torch.bfloat16
-    out: Path | None = None
-    recall: bool = False
-    commit: str | None = None
-    budget_ms: float = 300.0
+    forward: Callable[[], tuple[Tensor, ...]]
+    leaves: Mapping[str, Tensor]
+    douts: tuple[Tensor, ...]
+
+    def run(self, mode: str) -> tuple[Tensor, ...]:
+        """Compute the outputs; with ``fwd_bwd`` the gradients too."""
+        if mode == "fwd":
+            with torch.no_grad():
+                return self.forward()
+        outputs = self.forward()
+        return outputs + torch.autograd.grad(outputs, tuple(self.leaves.values()), self.douts)
 
 
-def bench_attention(plan: Plan, device: torch.device) -> bool:
-    """Measure, print and write rows.
+@dataclass(frozen=True)
+class Provider:
+    """An implementation of cases.
 
-    Returns:
-        Whether every row that was tried is correct; those that cannot run here do not count.
+    Attributes:
+        name: name in rows.
+        cases: names of the cases that it computes; None means all.
+        if_named: cases that it computes only if the command names it.
+        backend: backend of this library's operators.
+        algorithm: algorithm of the selected branch, see :func:`nsa.selected_attention`.
+        variant: fields of the pattern that differ.
+        attend: makes an attention of PyTorch over ``[B, H, S, D]``; whole attention is dense over
+            q, k_slc, v_slc. None means this library.
+        kernels: parts of the names of its kernels, forward and backward, one kernel for each part;
+            None means those of the case.
+    """
+
+    name: str
+    cases: tuple[str, ...] | None = None
+    if_named: tuple[str, ...] = ()
+    backend: str = "triton"
+    algorithm: str = "auto"
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    attend: Callable[[Problem], Callable[..., Tensor]] | None = None
+    kernels: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def computes(self, case: Case, named: bool) -> bool:
+        """Whether a case is measured; ``named`` if the command names providers."""
+        known = self.cases is None or case.name in self.cases
+        return known and (named or case.name not in self.if_named)
+
+    def work(self, problem: Problem) -> Work:
+        """Prepare a problem; the leaves are its inputs, without a copy.
+
+        Raises:
+            UnsupportedError: it needs a GPU.
+        """
+        case, tensors = problem.case, problem.tensors
+        on_gpu = problem.point.device.type == "cuda"
+        if self.attend is not None:
+            if not on_gpu:
+                raise UnsupportedError("it needs a CUDA GPU")
+            branch = "win" if case.name == "attention.window" else "slc"
+            leaves = _leaves(tensors, ("q", f"k_{branch}", f"v_{branch}"))
+            q, k, v = (x.transpose(1, 2) for x in leaves.values())
+            attend = self.attend(problem)
+            forward = lambda: (attend(q, k, v).transpose(1, 2),)  # noqa: E731
+            return Work(forward, leaves, (tensors["dout"],))
+        if self.backend == "triton" and not on_gpu and not kernels_run_on_cpu():
+            raise UnsupportedError("the Triton kernels need a CUDA GPU")
+        call = case.call if self.algorithm == "auto" else selected_by(self.algorithm)
+        leaves = _leaves(tensors, case.inputs)
+        douts = tuple(tensors[f"d{name}"] for name in case.outputs) if case.inputs else ()
+        given = ({**tensors, **leaves}, problem.config, self.backend)
+        return Work(partial(call, *given), leaves, douts)
+
+    def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
+        """Say why the kernels that ran are not its own."""
+        ours = own(kernels)
+        if self.attend is not None:
+            return missing_kernel(kernels, self.kernels or ((), ()), mode)
+        if self.backend == "reference":
+            return f"{ours[0]} of this library ran in the reference" if ours else None
+        foreign = [name for name in kernels if name not in ours and _FOREIGN.search(name)]
+        said = f"{foreign[0]} ran, which is not of this library" if foreign else None
+        return missing_kernel(ours, case.kernels, mode) or said
+
+
+def _leaves(tensors: Tensors, names: Iterable[str]) -> Tensors:
+    return {name: tensors[name].detach().requires_grad_() for name in names}
+
+
+def missing_kernel(
+    kernels: Sequence[str], parts: tuple[tuple[str, ...], tuple[str, ...]], mode: str
+) -> str | None:
+    """Name a part, forward or backward, that too few kernels have in their names."""
+    wanted = parts[0] + (parts[1] if mode == "fwd_bwd" else ())
+    for part in wanted:
+        if sum(part in name.lower() for name in kernels) < wanted.count(part):
+            return f"no kernel with {part} in its name ran, or too few"
+    return None
+
+
+@cache
+def own_kernels() -> Mapping[str, Any]:
+    """All Triton kernels of this library by name."""
+    from triton.runtime.jit import KernelInterface
+
+    names = (module.name for module in pkgutil.walk_packages(nsa.ops.__path__, "nsa.ops."))
+    modules = map(importlib.import_module, names)
+    found = [value for module in modules for value in vars(module).values()]
+    kernels = {each.__name__: each for each in found if isinstance(each, KernelInterface)}
+    return {name: each for name, each in kernels.items() if name.endswith("_kernel")}
+
+
+def own(kernels: Iterable[str]) -> list[str]:
+    """Kernels of this library; after ``_kernel`` a name says for which branch it was compiled."""
+    return [name for name in kernels if "".join(name.partition("_kernel")[:2]) in own_kernels()]
+
+
+def dense_attention(backend: SDPBackend) -> Callable[..., Tensor]:
+    """Causal ``scaled_dot_product_attention`` by one backend; groups of heads share keys."""
+    attend: Callable[..., Tensor] = sdpa_kernel(backend)(scaled_dot_product_attention)
+    return partial(attend, is_causal=True, enable_gqa=True)
+
+
+def flex_attention(problem: Problem) -> Callable[..., Tensor]:
+    """Compiled FlexAttention: the window, or dense causal attention in place of the whole."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    windowed, size = problem.case.name == "attention.window", problem.config.window_size
+
+    def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        causal = key <= row
+        return causal & (row - key < size) if windowed else causal
+
+    torch.compiler.reset()  # compile each point on its own, with its static shapes
+    length, device = problem.point.seq_len, problem.point.device
+    mask = create_block_mask(visible, None, None, length, length, device=device)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return partial(compiled, block_mask=mask, enable_gqa=True)
+
+
+_CUDNN = dense_attention(SDPBackend.CUDNN_ATTENTION)
+_FA2 = dense_attention(SDPBackend.FLASH_ATTENTION)
+_WHOLE, _SELECTED, _TEMPLATE = ("attention",), ("attention.selected",), ("triton_tem",)
+_FLEX: dict[str, Any] = {"attend": flex_attention, "kernels": (_TEMPLATE, _TEMPLATE)}
+_PROVIDERS = (
+    Provider("nsa"),
+    Provider("dense-cudnn", _WHOLE, attend=lambda _: _CUDNN, kernels=(("cudnn",), ())),
+    Provider("dense-fa2", _WHOLE, attend=lambda _: _FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
+    Provider("flex", (*_WHOLE, "attention.window"), _WHOLE, **_FLEX),
+    Provider("tiled", _SELECTED, _SELECTED, algorithm="tiled"),
+    Provider("gathered", _SELECTED, _SELECTED, algorithm="gathered"),
+    Provider("reference", backend="reference"),
+)
+PROVIDERS = {each.name: each for each in _PROVIDERS}
+
+
+# --- Variants
+def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
+    """Split ``NAME:KEY=VALUE,...`` into a name and values by key.
 
     Raises:
-        ValueError: the plan does not fit this machine.
+        ValueError: the text has another form, or a key is given twice.
+    """
+    name, _, settings = text.partition(":")
+    # Commas inside brackets belong to a value.
+    pairs = [pair.partition("=") for pair in re.split(r",(?![^\[(]*[\])])", settings)]
+    found = {key.replace("-", "_"): value for key, equals, value in pairs if key and equals}
+    fits = re.fullmatch(r"[\w.-]+", name) and len(found) == len(pairs)
+    rule, hint = "be NAME:KEY=VALUE,.. with each key once", "For example: eager:compile=false"
+    check(bool(fits), where, "--variant", rule, repr(text), hint)
+    return name, found
+
+
+def parse_variant(text: str) -> Provider:
+    """Parse ``NAME:KEY=VALUE,...``: this library with other fields of ``NSAConfig``.
+
+    Raises:
+        ValueError: the text has another form, a field is unknown, or the name is taken.
+    """
+    name, settings = split_variant(WHERE, text)
+    rule = f"have another name than {', '.join(PROVIDERS)}"
+    check(name not in PROVIDERS, WHERE, "--variant", rule, name)
+    known = [entry.name for entry in fields(NSAConfig)]
+    for key in settings:
+        hint = nearest_hint(nearest(key, known))
+        check(key in known, WHERE, "--variant", "set a field of the pattern", repr(key), hint)
+    changes = {key: yaml.safe_load(value) for key, value in settings.items()}
+    return Provider(name, variant=changes)
+
+
+# --- The benchmark
+def bench_attention(
+    shape: Shape,
+    seqs: Sequence[int],
+    device: torch.device,
+    *,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    choices: Sequence[str] = ("random",),
+    recorded: Path | None = None,
+    cases: Sequence[str] = tuple(CASES),
+    providers: Sequence[str] | None = None,
+    variants: Sequence[str] = (),
+    recall: bool = False,
+    out: Path | None = None,
+    commit: str | None = None,
+) -> bool:
+    """Measure, print and write rows.
+
+    Args:
+        shape: heads.
+        seqs: lengths S.
+        device: the measured device.
+        tokens: tokens of all sequences together; None means the shape's.
+        dtype: dtype of the inputs.
+        choices: keys of ``CHOICES``, or ``RECORDED``.
+        recorded: file of ``nsa inspect --record``, for that choice.
+        cases: names of cases.
+        providers: names of providers; None means all that need not be named.
+        variants: ``NAME:KEY=VALUE,...``, measured too.
+        recall: measure the fraction of the exact selection that is found; always measured if the
+            pattern approximates it.
+        out: JSONL file to append to; None prints the rows only.
+        commit: recorded if the checkout has no git.
+
+    Returns:
+        Whether every row that ran is correct.
+
+    Raises:
+        ValueError: an argument does not fit, or this machine has no GPU.
     """
     # With fewer keys most gradients are differences that cancel: there is no error to compare with.
-    shortest, rule = min(plan.seqs), f"be at least {MIN_LENGTH}"
-    check(shortest >= MIN_LENGTH, "nsa bench attention", "--seqs", rule, shortest)
-    if RECORDED in plan.choices:
-        name, selected = "nsa bench attention", "attention.selected"
-        check(plan.recorded is not None, name, "--recorded", "be given for that choice", None)
+    rule = f"be at least {MIN_LENGTH}"
+    check(min(seqs) >= MIN_LENGTH, WHERE, "--seqs", rule, min(seqs))
+    if RECORDED in choices:
+        selected = _SELECTED[0]
+        check(recorded is not None, WHERE, "--recorded", "be given for that choice", None)
         rule = f"be {selected} for recorded selections, which scores do not give"
-        check([*(plan.cases or CASES)] == [selected], name, "--case", rule, plan.cases)
-    implementations = choose_implementations(plan.providers, plan.variants, device)
-    results = Results(Row, plan.out, device, plan.commit)
-    for choice, seq_len in itertools.product(plan.choices, plan.seqs):
-        batch = batch_of(plan.shape, seq_len, plan.tokens)
-        point = Point(plan.shape, seq_len, batch, choice, plan.dtype, device, plan.recorded)
-        where = f"{plan.shape.name}, S {seq_len:,} x {batch}, choice {choice}, {plan.dtype}"
-        print(f"\n{where}", flush=True)
-        for found in _measure_point(plan, point, implementations):
-            results.add(progress_line, **found)
-    return results.finish(result_table)
+        check([*cases] == [selected], WHERE, "--case", rule, [*cases])
+    chosen, results = _chosen(providers, variants, device), Results(out, device, commit)
+    for choice, seq_len in itertools.product(choices, seqs):
+        point = Point(
+            shape, seq_len, batch_of(shape, seq_len, tokens), choice, dtype, device, recorded
+        )
+        base = make_tensors(point, shape.config())
+        for case in (CASES[name] for name in cases):
+            gate: Gate | None = None
+            for provider in chosen:
+                if not provider.computes(case, providers is not None):
+                    continue
+                config = shape.config(dict(provider.variant))
+                if gate is None or gate.problem.config != config:
+                    gate = None  # one pattern at a time, for the memory
+                    backend = "triton" if device.type == "cuda" else "reference"
+                    gate = Gate(prepare(case, base, point, config, backend))
+                named = {"case": case.name, "provider": provider.name, **point.fields()}
+                for mode in case.modes:
+                    make = partial(_subject, provider, gate, mode, recall)
+                    found = measure(make, device, is_ours=provider.attend is None)
+                    changes = dict(provider.variant) or None
+                    results.add(**named, mode=mode, variant=changes, **found)
+    return results.finish()
 
 
-def _measure_point(
-    plan: Plan,
-    point: Point,
-    implementations: Sequence[Implementation],
-) -> Iterator[Fields]:
-    """Rows of one point, case by case; those of one pattern share its inputs and its gate."""
-    backend = "triton" if point.device.type == "cuda" else "reference"
-    base = make_tensors(point, point.shape.config())
-    common = {
-        "shape": point.shape.name,
-        "choice": point.choice,
-        "seq_len": point.seq_len,
-        "batch": point.batch,
-        "dtype": str(point.dtype).removeprefix("torch."),
-        "kernels": [],
-        "kernel_us": {},
-    }
-    for case in (CASES[name] for name in plan.cases or CASES):
-        gate: Gate | None = None
-        for each in implementations:
-            if not each.takes_part(case, plan.providers is not None):
-                continue
-            config = each.config(point)
-            if gate is None or gate.problem.config != config:
-                gate = None  # one pattern at a time, for the memory
-                gate = Gate(prepare(case, base, point, config, backend))
-            said = {
-                "case": case.name,
-                "provider": each.name,
-                "variant": each.variant.settings() or None,
-            }
-            for found in _measure(plan, each, gate):
-                yield {**common, **said, **found}
+def _chosen(
+    names: Sequence[str] | None, variants: Sequence[str], device: torch.device
+) -> list[Provider]:
+    """Providers that are named, by default all that need not be, and variants."""
+    found = [parse_variant(text) for text in variants]
+    if names is None:
+        names = [name for name, each in PROVIDERS.items() if each.cases != each.if_named]
+    chosen = [*(PROVIDERS[name] for name in names), *found]
+    only_reference = all(each.backend == "reference" for each in chosen)
+    hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"
+    rule = f"have a CUDA GPU for {', '.join(each.name for each in chosen)}"
+    fits = device.type == "cuda" or only_reference or kernels_run_on_cpu()
+    check(fits, WHERE, "this machine", rule, "none", hint)
+    return chosen
 
 
-def _measure(plan: Plan, implementation: Implementation, gate: Gate) -> Iterator[Fields]:
-    """What the rows of each mode say."""
-    for mode in gate.problem.case.modes:
-        release_memory(gate.problem.point.device)
-        try:
-            with implementation.scope() as unused:
-                found = _figures(plan, implementation, gate, mode, unused)
-        except refusals() as error:
-            found = _not_run(implementation, error)
-        yield {"mode": mode, **found}
+def _subject(provider: Provider, gate: Gate, mode: str, recall: bool) -> Subject:
+    """Prepare a provider's call, whose result is checked first."""
+    problem = gate.problem
+    work, case = provider.work(problem), problem.case
+    dense = case.name == "attention" and provider.attend is not None
+    call = partial(work.run, mode)
 
+    def check() -> Verdict:
+        named = problem.named(call(), work.leaves)
+        return gate.check(named, dense=dense, backend=provider.backend)
 
-def _figures(
-    plan: Plan, implementation: Implementation, gate: Gate, mode: str, unused: set[str]
-) -> Fields:
-    """The gate, then the kernels, memory and time of the same call."""
-    problem, device, work = (
-        gate.problem,
-        gate.problem.point.device,
-        implementation.work(gate.problem),
+    def extra() -> dict[str, Any]:
+        approximate = recall or approximates(problem.config)
+        is_selection = case.name == "attention.choice" and approximate
+        return {"recall": gate.recall(call()[0])} if is_selection else {}
+
+    return Subject(
+        call,
+        check,
+        partial(provider.fault, case=case, mode=mode),
+        partial(useful_work, problem, backward=mode == "fwd_bwd", dense=dense),
+        capture=provider.backend != "reference",
+        extra=extra,
     )
-    name, call = problem.case.name, partial(work.run, mode)
-    dense = name == "attention" and isinstance(implementation, PyTorch)
-    results = call()
-    if unused:
-        raise UnsupportedError(f"nothing here looks up a tile for {', '.join(sorted(unused))}")
-    named = problem.named(results, work.leaves)
-    verdict = gate.check(named, dense=dense, backend=implementation.backend)
-    found = asdict(verdict)
-    if not verdict.correct:
-        return found
-    if name == "attention.choice" and (plan.recall or approximates(problem.config)):
-        found["recall"] = gate.recall(results[0])
-    del results, named
-    kernel_us = kernel_times(call, device)
-    found |= {"kernel_us": kernel_us, "kernels": sorted(kernel_us)}
-    if judges_kernels(device):
-        fault = implementation.fault(list(kernel_us), problem.case, mode)
-        if fault is not None:
-            return {**found, "correct": False, "note": fault, "recall": None}
-    found["peak_mib"] = peak_mib(call, device)
-    captured = not isinstance(implementation, Reference)
-    timing = time_call(call, device, plan.budget_ms, capture=captured)
-    backward = mode == "fwd_bwd"
-    flops = useful_flops(problem, backward=backward, dense=dense)
-    if flops is not None:
-        found["tflops_useful"] = flops / timing.p50 / 1e9
-    else:
-        found["tbps_useful"] = useful_bytes(problem, backward=backward) / timing.p50 / 1e9
-    return found | timing.fields()
-
-
-def _not_run(implementation: Implementation, error: Exception) -> Fields:
-    """Why an implementation gave up; a bug of this library is raised again."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, torch.OutOfMemoryError):
-        reason = "out of GPU memory"
-    elif not isinstance(implementation, PyTorch):
-        tiles_differ = bool(implementation.variant.name) and does_not_fit(error)
-        if not tiles_differ and not isinstance(error, UnsupportedError):
-            raise error
-    return asdict(Verdict(None, {}, f"not run: {reason}"))
-
-
-def judges_kernels(device: torch.device) -> bool:
-    """Whether there are kernels to judge: the profiler sees those of a GPU."""
-    return device.type == "cuda"

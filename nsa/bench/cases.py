@@ -1,40 +1,204 @@
-"""The measured operators: which inputs they take, how they are called, what they give."""
+"""Measured operators: shapes, inputs, calls and useful work."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.attention import native_sparse_attention
-from nsa.bench.points import WHOLE_INPUTS, Point, given_selection, normal
 from nsa.config import BRANCHES, NSAConfig
+from nsa.errors import check, fail
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
 from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import Raw, run_compress
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import select_blocks
+from nsa.ops.selection.reference import choose_blocks
 from nsa.ops.window import window_attention
 from nsa.rope import Rope
+from nsa.testing import make_inputs
 
 Tensors = dict[str, Tensor]
 Call = Callable[[Tensors, NSAConfig, str], tuple[Tensor, ...]]
 MODES = ("fwd", "fwd_bwd")
+# Values of the field `choice`: number of neighbouring queries that share their selection.
+CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
+RECORDED = "recorded"  # selections of a trained model
+# Noise of a query relative to its group's direction in a shared selection: the queries of a group
+# are not equal and select (nearly) the same blocks.
+OWN_NOISE = 0.03
+_CHUNK_ELEMENTS = 2**27
+WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
+
+
+# --- Shapes and inputs
+@dataclass(frozen=True)
+class Shape:
+    """Heads and their sizes.
+
+    Attributes:
+        name: name in rows.
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        head_dim: D.
+        value_dim: Dv.
+        tokens: tokens of all sequences together; None means one sequence.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    tokens: int | None = None
+
+    def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
+        """The default pattern (l, d, l', n, w = 32, 16, 64, 16, 512, phi mean) with these heads."""
+        heads = asdict(self)
+        del heads["name"], heads["tokens"]
+        return NSAConfig(**{**heads, **(overrides or {})})
+
+
+SHAPES = {
+    "seed": Shape("seed", 12, 2, 64, 64, tokens=65_536),
+    "wide": Shape("wide", 64, 4, 128, 128),
+    "paper": Shape("paper", 64, 4, 192, 128),
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """Parse ``seed``, ``wide``, ``paper`` or ``HqxHkvxDxDv``."""
+    if text in SHAPES:
+        return SHAPES[text]
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
+    if found is None:
+        rule, hint = f"be one of {', '.join(SHAPES)}, or HqxHkvxDxDv", "For example: 12x2x64x64"
+        fail("nsa bench", "--shape", rule, repr(text), hint)
+    shape = Shape(text, *(int(size) for size in found.groups()))
+    shape.config()
+    return shape
 
 
 @dataclass(frozen=True)
-class Case:
-    """One operator, or the whole.
+class Point:
+    """The heads, lengths, selection, dtype and device of a measurement.
 
     Attributes:
-        name: as in a row.
+        shape: heads.
+        seq_len: S, query and key tokens of a sequence.
+        batch: B, sequences.
+        choice: a key of ``CHOICES``, or ``RECORDED``.
+        dtype: dtype of all float tensors.
+        device: the measured device.
+        recorded: file of recorded selections.
+    """
+
+    shape: Shape
+    seq_len: int
+    batch: int
+    choice: str
+    dtype: torch.dtype
+    device: torch.device
+    recorded: Path | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.batch * self.seq_len
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a row."""
+        names = {name: getattr(self, name) for name in ("choice", "seq_len", "batch")}
+        return {**names, "shape": self.shape.name, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def batch_of(shape: Shape, seq_len: int, tokens: int | None) -> int:
+    """Return the number of sequences in ``tokens`` (None: the shape's tokens, or one sequence)."""
+    total = shape.tokens if tokens is None else tokens
+    return 1 if total is None else max(1, total // seq_len)
+
+
+def make_tensors(point: Point, config: NSAConfig) -> Tensors:
+    """Make inputs of whole attention, dense ``[B, S, H, D]``, and the gradient ``dout``.
+
+    All are independent Gaussians, gates uniform. In a shared selection each aligned group of
+    neighbouring queries points in one direction, with noise of 3% of the length.
+    """
+    batch = point.batch, point.seq_len
+    packed = make_inputs(
+        config, [point.seq_len] * point.batch, dtype=point.dtype, device=point.device
+    )
+    tensors = {name: getattr(packed, name).unflatten(0, batch) for name in WHOLE_INPUTS}
+    group, q = CHOICES.get(point.choice, 1), tensors["q"]
+    if group > 1:
+        first = torch.arange(q.shape[1], device=q.device) // group * group
+        tensors["q"] = (q[:, first].float() + OWN_NOISE * q.float()).to(q.dtype)
+    tensors["dout"] = normal((*batch, config.num_heads, config.value_dim), point, seed=1)
+    return tensors
+
+
+def normal(shape: tuple[int, ...], point: Point, seed: int) -> Tensor:
+    """Draw Gaussian numbers in fp32 and round them to the point's dtype."""
+    generator = torch.Generator(device=point.device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=point.device).to(point.dtype)
+
+
+def given_selection(point: Point, config: NSAConfig) -> Tensor:
+    """Block indices for the selected branch alone, int32 ``[B, S, Hkv, n]``: recorded or random.
+
+    Random ones contain the forced blocks and others at random, ascending, -1 at the end. Each
+    aligned group of queries that share their selection is drawn once; a group lies within a block.
+    """
+    if point.choice == RECORDED:
+        return _recorded_selection(point, config)
+    blocks, group = -(-point.seq_len // config.block_size), CHOICES[point.choice]
+    generator = torch.Generator(device=point.device).manual_seed(2)
+    positions = torch.arange(0, point.seq_len, group, device=point.device).repeat(point.batch)
+    parts = []
+    for some in positions.split(max(1, _CHUNK_ELEMENTS // (blocks * config.num_kv_heads))):
+        shape = (len(some), config.num_kv_heads, blocks)
+        scores = torch.rand(shape, generator=generator, device=point.device)
+        parts.append(choose_blocks(scores, some, config))
+    chosen = torch.cat(parts).unflatten(0, (point.batch, -1))
+    return chosen.repeat_interleave(group, dim=1)[:, : point.seq_len].contiguous()
+
+
+def _recorded_selection(point: Point, config: NSAConfig) -> Tensor:
+    """Read recorded selections; each sequence takes those of the next layer."""
+    from nsa.lm.recorded import load_selections
+
+    assert point.recorded is not None
+    layers, block_size = load_selections(point.recorded)
+    longest, heads, num_blocks = layers[0].shape
+    found = (heads, num_blocks, block_size)
+    wanted = (config.num_kv_heads, config.num_selected_blocks, config.block_size)
+    rule = f"contain {wanted} KV heads, blocks a query and tokens a block"
+    check(found == wanted, "nsa bench", "--recorded", rule, found)
+    rule = "be at most the recorded tokens"
+    check(point.seq_len <= longest, "nsa bench", "--seqs", rule, f"{point.seq_len} of {longest}")
+    # Queries do not depend on later tokens, so a prefix of the recording is valid.
+    parts = [layers[b % len(layers)][: point.seq_len] for b in range(point.batch)]
+    return torch.stack(parts).to(point.device)
+
+
+# --- Operators
+@dataclass(frozen=True)
+class Case:
+    """One operator, or whole attention.
+
+    Attributes:
+        name: name in rows.
         inputs: names of the tensors that take gradients, in the order of the gradients.
         call: ``(tensors, config, backend) -> outputs``.
-        kernels: what the names of its own kernels begin with: one of each forward, and backward.
-        outputs: names of what it gives; with gradients unless the case has no backward pass.
+        kernels: prefixes of its own kernels, forward and backward.
+        outputs: names of the outputs; with gradients unless the case has no backward pass.
     """
 
     name: str
@@ -45,7 +209,7 @@ class Case:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Forward, and forward with backward where there is one."""
+        """Forward, and forward with backward if there is one."""
         return MODES if self.inputs else MODES[:1]
 
 
@@ -56,7 +220,7 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...
 
 
 def compress_and_rotate(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
-    """k_cmp, rotated, and v_cmp, of a dense batch: as whole attention computes them."""
+    """Compute k_cmp, rotated, and v_cmp of a dense batch, as whole attention does."""
     k, v = x["k_cmp_raw"], x["v_cmp_raw"]
     batch, length = k.shape[:2]
     sequences = Sequences(None, batch, length, length, k.device, (batch, length))
@@ -75,7 +239,7 @@ def _select(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
 
 
 def selected_by(algorithm: str) -> Call:
-    """The selected branch with an algorithm, see :func:`nsa.selected_attention`."""
+    """Return the selected branch with an algorithm, see :func:`nsa.selected_attention`."""
 
     def call(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
         inputs = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
@@ -101,16 +265,11 @@ _WHOLE = (
 _COMPRESS = (("compress_fwd",), ("compress_dx",))
 _SELECTED = (("selected_",), ("selected_",))
 _COMBINE = (("combine_fwd",), ("combine_bwd",))
+_RAW, _CMP = ("k_cmp_raw", "v_cmp_raw"), ("k_cmp", "v_cmp")
 _CASES = (
     Case("attention", WHOLE_INPUTS, _attention, _WHOLE),
-    Case(
-        "attention.compress",
-        ("k_cmp_raw", "v_cmp_raw"),
-        compress_and_rotate,
-        _COMPRESS,
-        outputs=("k_cmp", "v_cmp"),
-    ),
-    Case("attention.compressed", ("q", "k_cmp", "v_cmp"), _compressed, _RANGE),
+    Case("attention.compress", _RAW, compress_and_rotate, _COMPRESS, outputs=_CMP),
+    Case("attention.compressed", ("q", *_CMP), _compressed, _RANGE),
     Case("attention.choice", (), _select, (("select_",), ()), outputs=("block_indices",)),
     Case("attention.selected", ("q", "k_slc", "v_slc"), selected_by("auto"), _SELECTED),
     Case("attention.window", ("q", "k_win", "v_win"), _window, _RANGE),
@@ -125,9 +284,9 @@ class Problem:
 
     Attributes:
         case: the operator.
-        point: where it is measured.
+        point: heads, lengths, dtype and device.
         config: the sparse pattern.
-        tensors: the inputs, and the gradient of every output (``dout`` of ``out``, ``dk_cmp``, ..).
+        tensors: the inputs, and the gradient of every output (``dout``, ``dk_cmp``, ..).
     """
 
     case: Case
@@ -136,20 +295,20 @@ class Problem:
     tensors: Tensors
 
     def named(self, results: Sequence[Tensor], leaves: Iterable[str]) -> Tensors:
-        """Results by name: outputs, then gradients where there are any."""
+        """Name results: outputs, then gradients if there are any."""
         names = [*self.case.outputs, *(f"d{name}" for name in leaves)]
         return dict(zip(names, results, strict=len(results) > len(self.case.outputs)))
 
 
 def prepare(case: Case, base: Tensors, point: Point, config: NSAConfig, backend: str) -> Problem:
-    """Everything that a case takes, made outside what is timed.
+    """Make the inputs of a case.
 
     Args:
         case: the operator.
         base: the inputs of whole attention, and ``dout``.
-        point: where it is measured.
+        point: heads, lengths, dtype and device.
         config: the sparse pattern.
-        backend: makes the compressed keys and lse.
+        backend: computes the compressed keys and lse.
     """
     tensors = dict(base)
     with torch.no_grad():
@@ -168,3 +327,59 @@ def prepare(case: Case, base: Tensors, point: Point, config: NSAConfig, backend:
         for seed, name in enumerate(_OUTS, start=5):
             tensors[name] = normal(tuple(base["dout"].shape), point, seed)
     return Problem(case, point, config, tensors)
+
+
+# --- Useful work
+def pairs(name: str, seq_len: int, config: NSAConfig) -> int:
+    """Count the pairs of a query and a key that it attends to, in one sequence and head.
+
+    The own block of a query is always selected (``num_local_blocks`` is at least 1), so the count
+    does not depend on the other blocks.
+
+    Args:
+        name: case of a branch, or ``dense``.
+        seq_len: S.
+        config: the sparse pattern.
+    """
+    t = torch.arange(seq_len)
+    if name == "attention.window":
+        return int((t + 1).clamp(max=config.window_size).sum())
+    if name == "attention.compressed":
+        blocks = (t + 1 - config.compress_block_size) // config.compress_stride + 1
+        return int(blocks.clamp(min=0).sum())
+    if name == "attention.selected":
+        n = torch.full_like(t, config.num_selected_blocks)
+        for length, fewer in reversed(config.block_counts):
+            n[:length] = fewer
+        size = config.block_size
+        return int(((torch.minimum(t // size + 1, n) - 1) * size + t % size + 1).sum())
+    assert name == "dense"
+    return int((t + 1).sum())
+
+
+def useful_work(problem: Problem, *, backward: bool, dense: bool = False) -> dict[str, int]:
+    """Count useful operations (``flops``) of a case, or ``bytes`` if it only moves data.
+
+    A query head of D and Dv does ``2 D + 2 Dv`` operations a pair forward and ``6 D + 4 Dv`` more
+    backward. Whole attention counts its three branches; selection counts one product with every
+    visible compressed key. Bytes are each input and output once, backward their gradients, and the
+    inputs again if needed.
+    """
+    case, point, config = problem.case, problem.point, problem.config
+    branches = ("attention.compressed", "attention.selected", "attention.window")
+    heads = point.batch * config.num_heads
+    if case.name == "attention.choice":
+        scored = pairs(branches[0], point.seq_len, config)
+        return {"flops": scored * heads * 2 * config.head_dim}
+    counted = {"attention": branches, **{branch: (branch,) for branch in branches}}.get(case.name)
+    if counted or dense:
+        operations = 2 * config.head_dim + 2 * config.value_dim
+        if backward:
+            operations += 6 * config.head_dim + 4 * config.value_dim
+        names = ("dense",) if dense else counted or ()
+        number = sum(pairs(name, point.seq_len, config) for name in names)
+        return {"flops": number * heads * operations}
+    inputs = sum(problem.tensors[name].nbytes for name in case.inputs)
+    outputs = sum(problem.tensors[f"d{name}"].nbytes for name in case.outputs)
+    again = inputs if case.name == "attention.combine" else 0
+    return {"bytes": inputs + outputs + backward * (inputs + outputs + again)}

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa.bench.cases import CASES, Problem, Tensors, prepare
+from nsa.bench.clock import Verdict, judge
 from nsa.config import NSAConfig
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
 from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
-    SampledAttention,
     SampledCompression,
     SampledWhole,
     assert_legal,
@@ -30,59 +29,212 @@ from nsa.testing.sampled import (
 from nsa.train.execution.precision import autocast
 
 SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
-# Gradients of keys are compared where few queries see them: of dense attention, which is not ours,
-# and of sequences so long that all queries behind a key would take the oracle minutes.
+# Gradients of keys are compared where few queries see them: for dense attention, and for sequences
+# so long that all queries after a key would take the oracle minutes.
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
-_SAMPLED: Mapping[str, Callable[..., SampledAttention]] = {
-    "attention.compressed": sampled_compressed,
-    "attention.selected": sampled_selected,
-    "attention.window": sampled_window,
-    "dense": sampled_window,  # a window as long as the sequence
+_BRANCHES: dict[str, tuple[Callable[..., Any], str]] = {
+    "attention.compressed": (sampled_compressed, "cmp"),
+    "attention.selected": (sampled_selected, "slc"),
+    "attention.window": (sampled_window, "win"),
+    "dense": (sampled_window, "slc"),  # a window as long as the sequence
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Outcome of a gate.
+class Gate:
+    """Compares results of a problem with fp64 on sampled rows.
 
-    Attributes:
-        correct: None where nothing ran.
-        errors: by result, ``||x - oracle|| / ||oracle||`` over what was compared.
-        note: what is wrong, or why nothing ran.
+    The baseline is the same mathematics in the tested dtype; the allowed error is twice its error.
     """
 
-    correct: bool | None
-    errors: dict[str, float]
-    note: str | None = None
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        point, config = problem.point, problem.config
+        self._offsets = packed_offsets([point.seq_len] * point.batch, point.device)
+        # The differences that make up dq cancel most in the first queries, which see few keys.
+        edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
+        edges = [t for t in (*edges, config.window_size) if t < point.seq_len]
+        drawn = sample_rows(self._offsets, SAMPLED_QUERIES)
+        self.queries = torch.cat((drawn.new_tensor(edges), drawn)).unique()
+        self.keys = sample_rows(self._offsets, SAMPLED_KEYS)
+        if point.seq_len > _LONGEST_WHOLE:
+            last = (point.batch - 1) * point.seq_len
+            self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + last
+        step = max(1, point.tokens // SAMPLED_SELECTIONS)
+        evenly = torch.arange(0, point.tokens, step, device=point.device)
+        self.selections = torch.cat((self.queries, evenly)).unique()
+        batch = (point.batch, point.seq_len)
+        tensors = {name: x.detach() for name, x in problem.tensors.items()}
+        self._packed = {
+            name: x.flatten(0, 1) if x.shape[:2] == batch else x for name, x in tensors.items()
+        }
+        self._known: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._block_indices: Tensor | None = None  # of whole attention
+
+    def check(self, results: Tensors, *, dense: bool = False, backend: str = "triton") -> Verdict:
+        """Compare outputs, and gradients named ``d`` and the input's name.
+
+        Args:
+            results: whole tensors by name.
+            dense: whether they are dense causal attention over q, k_slc, v_slc.
+            backend: computes the selection within whole attention, which is checked first and then
+                given to the oracle.
+        """
+        case = "dense" if dense else self.problem.case.name
+
+        def measure(errors: dict[str, float]) -> None:
+            for name, result in results.items():
+                finite = not result.is_floating_point() or bool(result.isfinite().all())
+                assert finite, f"{name}: values that are not finite"
+            if case == "attention.choice":
+                self._check_selection(results["block_indices"], self.problem)
+                return
+            if case == "attention":
+                self._select(backend)
+            if case not in self._known:
+                self._known[case] = self._expected(case)
+            unknown = sorted(set(results) - set(self._known[case]))
+            assert not unknown, f"{', '.join(unknown)}: nothing to compare with"
+            for name, result in results.items():
+                rows, baseline, oracle = self._known[case][name]
+                found, label = result.detach().flatten(0, -3)[rows], f"{case} {name}"
+                errors[name] = assert_within_budget(found, baseline, oracle, label).total
+
+        return judge(measure)
+
+    def recall(self, chosen: Tensor) -> float:
+        """Fraction of the exact fp64 selection found in ``chosen`` ``[B, S, Hkv, n]``.
+
+        Counts the sampled queries whose n-th best block is clear.
+        """
+        config = replace(self.problem.config, coarse_block_size=None, num_coarse_blocks=0)
+        config = replace(config, score_precision="exact")
+        x = self._packed
+        sampled = sampled_selection(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        exact, clear = sampled.at_queries(self.selections)
+        actual = chosen.flatten(0, 1)[self.selections]
+        wanted = (exact >= 0) & clear[..., None]
+        found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
+        return round(float(found.sum() / wanted.sum()), 5)
+
+    # --- Sampled fp64 values
+    def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Sampled rows, the baseline and the oracle, by result."""
+        dtypes = self.problem.point.dtype, torch.float64
+        baseline, oracle = (self._sampled(case, dtype) for dtype in dtypes)
+        return {name: (*baseline[name], oracle[name][1]) for name in oracle}
+
+    def _sampled(self, case: str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rows and values of results, computed in ``dtype``."""
+        x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
+        rope, offsets = Rope.from_config(config), self._offsets
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        if case == "attention":  # with the block indices that were checked
+            names = {entry.name: x[entry.name] for entry in fields(PackedInputs) if entry.name in x}
+            inputs = PackedInputs(**names, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+            assert self._block_indices is not None
+            whole = SampledWhole(inputs, config, self._block_indices.flatten(0, 1), rope=rope)
+            values = whole.at_queries(queries, dtype, x["dout"])
+            found["out"] = (queries, values.pop("out"))
+            found |= {f"d{name}": (queries, y) for name, y in values.items()}
+            values = whole.at_tokens(keys, dtype, x["dout"])
+            found |= {f"d{name}": (keys, y) for name, y in values.items()}
+        elif case == "attention.combine":  # its rows do not depend on each other
+            names = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
+            leaves = {name: y.requires_grad_() for name, y in names.items()}
+            (out,) = self.problem.case.call(leaves, config, "reference")
+            gradients = torch.autograd.grad(
+                out, list(leaves.values()), x["dout"][queries].to(dtype)
+            )
+            named = zip(("out", *(f"d{name}" for name in leaves)), (out, *gradients), strict=True)
+            found = {name: (queries, y.detach()) for name, y in named}
+        elif case == "attention.compress":
+            for kind, turn in (("k", rope), ("v", None)):
+                raw, blocks = f"{kind}_cmp_raw", self._blocks()
+                compression = SampledCompression(x[raw], None, config, offsets, turn)
+                found[f"{kind}_cmp"] = (blocks, compression.at_blocks(blocks, dtype)["y"])
+                dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
+                found[f"d{raw}"] = (keys, dx)
+        else:
+            sampled, label = _BRANCHES[case]
+            args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
+            if case == "attention.selected":
+                args.append(x["block_indices"])
+            if case == "dense":
+                seq_len = self.problem.point.seq_len
+                config = replace(config, window_size=seq_len)
+                keys = keys[keys % seq_len >= seq_len - _TAIL]
+            branch = sampled(*args, config, cu_seqlens_q=offsets)
+            keys = self._blocks() if label == "cmp" else keys
+            values = branch.at_queries(queries, dtype, x["dout"])
+            found = {name: (queries, y) for name, y in values.items()}
+            values = branch.at_keys(keys, dtype, x["dout"])
+            found |= {f"{name}_{label}": (keys, y) for name, y in values.items()}
+        return found
+
+    def _blocks(self) -> Tensor:
+        """Packed compressed rows that start at or before the sampled keys."""
+        config, seq_len = self.problem.config, self.problem.point.seq_len
+        blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
+        inside = self.keys % seq_len // config.compress_stride
+        return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
+
+    # --- Selection
+    def _select(self, backend: str) -> None:
+        """Check the block indices within whole attention, on which its values depend."""
+        problem = self.problem
+        base, point, config = problem.tensors, problem.point, problem.config
+        made = prepare(CASES["attention.choice"], base, point, config, backend)
+        x = made.tensors
+        chosen = select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
+        self._check_selection(chosen, made)
+        if self._block_indices is None or not torch.equal(chosen, self._block_indices):
+            self._block_indices = chosen
+            self._known.pop("attention", None)
+
+    def _check_selection(self, chosen: Tensor, problem: Problem) -> None:
+        """Fail unless indices are legal, and equal to fp64's selection on sampled rows.
+
+        Args:
+            chosen: ``[B, S, Hkv, n]``.
+            problem: contains the ``q`` and ``k_cmp`` that were scored.
+        """
+        config, x = problem.config, problem.tensors
+        t = torch.arange(problem.point.seq_len, device=chosen.device)
+        assert_legal(chosen, t, config)
+        t = t[:, None]
+        current = t // config.block_size
+        if config.coarse_block_size is None:
+            n = torch.full_like(t, config.num_selected_blocks)
+            for length, fewer in reversed(config.block_counts):
+                n = torch.where(t < length, fewer, n)
+            full = (chosen >= 0).sum(-1) == torch.minimum(n, current + 1)
+            assert bool(full.all()), "block_indices: not as many blocks as there are to select"
+        q = x["q"].flatten(0, 1)
+        sampled = sampled_selection(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
+        agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
+        different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
+        assert agreement.against == 0, f"block_indices: {different}"
 
 
-def judge(measure: Callable[[dict[str, float]], None]) -> Verdict:
-    """The verdict of a comparison that fills in errors and fails where one is too large."""
-    errors, note = dict[str, float](), None
-    try:
-        measure(errors)
-    except AssertionError as error:
-        note = str(error)
-    rounded = {name: float(f"{error:.3g}") for name, error in errors.items()}
-    return Verdict(note is None, rounded, note)
+def approximates(config: NSAConfig) -> bool:
+    """Whether the pattern selects blocks approximately."""
+    return config.coarse_block_size is not None or config.score_precision != "exact"
 
 
+# --- Modules
 class ModelGate:
     """Compares a module's output, and gradients of its inputs and weights, with fp64 on the CPU.
 
-    The error may be a multiple of what the same mathematics loses on the CPU.
-
     Args:
-        module: on the CPU.
-        inputs: positional arguments; those of floats get gradients.
-        compute_dtype: what autocast computes in, see :func:`autocast`.
-        dtype: what the results are rounded to.
-        part_of: the part of the module that a parameter belongs to; gradients of the weights are
-            compared part by part.
+        module: the module on the CPU.
+        inputs: positional arguments; float tensors get gradients.
+        compute_dtype: autocast precision, see :func:`autocast`.
+        dtype: dtype that the baseline is rounded to.
+        part_of: maps a parameter's name to the part of the module whose gradients are compared.
         output: name of the output.
-        options: keywords of the call.
+        options: keyword arguments of the call.
     """
 
     def __init__(
@@ -93,7 +245,7 @@ class ModelGate:
         dtype: torch.dtype,
         part_of: Callable[[str], str],
         output: str = "out",
-        **options: Any,
+        **options: object,
     ) -> None:
         self._inputs, self._compute_dtype = inputs, compute_dtype
         self._part_of, self._output, self._options = part_of, output, options
@@ -110,13 +262,13 @@ class ModelGate:
         device: torch.device,
         factor: float = 2.0,
     ) -> Verdict:
-        """Compare.
+        """Compare ``run``, the measured form of ``module`` on the device.
 
         Args:
-            module: a copy on the device.
-            run: the same as it is measured.
-            device: where.
-            factor: how many times the error on the CPU is allowed.
+            module: a copy on the device, which has the weights.
+            run: the module, or its compiled form.
+            device: the measured device.
+            factor: how many times the CPU's error in the same precision is allowed.
         """
         inputs = [x.to(device) for x in self._inputs]
         found = self._results(module, run, inputs, autocast(device, self._compute_dtype))
@@ -151,216 +303,6 @@ class ModelGate:
 
 
 def random_gradient(out: Tensor) -> Tensor:
-    """The same random gradient for every dtype and device: bfloat16 holds it."""
+    """Draw the same gradient for every dtype and device; bfloat16 represents it exactly."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
-
-
-class Gate:
-    """Compares results of one problem on sampled rows."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        point, config, device = problem.point, problem.config, problem.point.device
-        self._offsets = packed_offsets([point.seq_len] * point.batch, device)
-        # Differences that make up dq cancel most in the first queries, which see few keys.
-        edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
-        edges = [t for t in (*edges, config.window_size) if t < point.seq_len]
-        drawn = sample_rows(self._offsets, SAMPLED_QUERIES)
-        self.queries = torch.cat((drawn.new_tensor(edges), drawn)).unique()
-        self.keys = sample_rows(self._offsets, SAMPLED_KEYS)
-        if point.seq_len > _LONGEST_WHOLE:
-            last = (point.batch - 1) * point.seq_len
-            self.keys = (point.seq_len - 1 - self.keys % _TAIL).unique() + last
-        step = max(1, point.tokens // SAMPLED_SELECTIONS)
-        evenly = torch.arange(0, point.tokens, step, device=device)
-        self.selections = torch.cat((self.queries, evenly)).unique()
-        self._known: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._block_indices: Tensor | None = None  # of whole attention
-
-    def check(
-        self,
-        results: Tensors,
-        *,
-        dense: bool = False,
-        backend: str = "reference",
-    ) -> Verdict:
-        """Compare.
-
-        Args:
-            results: outputs, and gradients as ``d`` and the input's name.
-            dense: whether they are dense causal attention over q, k_slc, v_slc.
-            backend: of the selection within whole attention, which is checked by itself and then
-                given to the oracle.
-        """
-        case = self.problem.case.name
-
-        def measure(errors: dict[str, float]) -> None:
-            for name, result in results.items():
-                finite = not result.is_floating_point() or bool(result.isfinite().all())
-                assert finite, f"{name}: values that are not finite"
-            if case == "attention.choice":
-                self._check_selection(results["block_indices"], self.problem)
-                return
-            if case == "attention" and not dense:
-                self._select(backend)
-            expected = self._expected("dense" if dense else case)
-            unknown = sorted(set(results) - set(expected))
-            assert not unknown, f"{', '.join(unknown)}: nothing to compare with"
-            for name, result in results.items():
-                rows, baseline, oracle = expected[name]
-                found = result.detach().flatten(0, -3)[rows]
-                errors[name] = assert_within_budget(found, baseline, oracle, f"{case} {name}").total
-
-        return judge(measure)
-
-    # --- Expected values
-    def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """By result: which rows are sampled, the baseline there, and the oracle."""
-        if case not in self._known:
-            baseline, oracle = (
-                {
-                    name: (rows, values)
-                    for rows, found in self._sampled(case, dtype)
-                    for name, values in found.items()
-                }
-                for dtype in (self.problem.point.dtype, torch.float64)
-            )
-            self._known[case] = {name: (*baseline[name], oracle[name][1]) for name in oracle}
-        return self._known[case]
-
-    def _sampled(self, case: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
-        """Rows, and the values of results there, computed in ``dtype``."""
-        x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
-        if case == "attention":
-            yield from self._sampled_whole(dtype)
-        elif case == "attention.combine":  # its rows do not depend on each other
-            inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
-            leaves = {name: y.requires_grad_() for name, y in inputs.items()}
-            (out,) = self.problem.case.call(leaves, config, "reference")
-            dout = x["dout"][queries].to(dtype)
-            gradients = torch.autograd.grad(out, list(leaves.values()), dout)
-            named = zip((f"d{name}" for name in leaves), gradients, strict=True)
-            yield queries, {"out": out.detach(), **dict(named)}
-        elif case == "attention.compress":
-            for kind, rope in (("k", Rope.from_config(config)), ("v", None)):
-                raw = f"{kind}_cmp_raw"
-                compression = SampledCompression(x[raw], None, config, self._offsets, rope)
-                y = compression.at_blocks(self._blocks, dtype)["y"]
-                yield self._blocks, {f"{kind}_cmp": y}
-                dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
-                yield keys, {f"d{raw}": dx}
-        else:
-            label = {"attention.compressed": "cmp", "attention.window": "win"}.get(case, "slc")
-            args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
-            if case == "attention.selected":
-                args.append(x["block_indices"])
-            if case == "dense":
-                seq_len = self.problem.point.seq_len
-                config = replace(config, window_size=seq_len)
-                keys = keys[keys % seq_len >= seq_len - _TAIL]
-            branch = _SAMPLED[case](*args, config, cu_seqlens_q=self._offsets)
-            yield queries, branch.at_queries(queries, dtype, x["dout"])
-            keys = self._blocks if label == "cmp" else keys
-            found = branch.at_keys(keys, dtype, x["dout"])
-            yield keys, {f"{name}_{label}": gradient for name, gradient in found.items()}
-
-    def _sampled_whole(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
-        """Whole attention over the block indices that were checked."""
-        x, config, offsets = self._packed, self.problem.config, self._offsets
-        names = [field.name for field in fields(PackedInputs) if field.name in x]
-        inputs = PackedInputs(
-            **{name: x[name] for name in names},
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-        )
-        assert self._block_indices is not None
-        block_indices, rope = self._block_indices.flatten(0, 1), Rope.from_config(config)
-        whole = SampledWhole(inputs, config, block_indices, rope=rope)
-        found = whole.at_queries(self.queries, dtype, x["dout"])
-        yield self.queries, {"out": found.pop("out"), **_gradients(found)}
-        yield self.keys, _gradients(whole.at_tokens(self.keys, dtype, x["dout"]))
-
-    # --- Selection
-    def _select(self, backend: str) -> None:
-        """Checks the block indices within whole attention; values depend on them."""
-        problem = self.problem
-        base, point, config = problem.tensors, problem.point, problem.config
-        made = prepare(CASES["attention.choice"], base, point, config, backend)
-        x = made.tensors
-        chosen = select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
-        self._check_selection(chosen, made)
-        if self._block_indices is None or not torch.equal(chosen, self._block_indices):
-            self._block_indices = chosen
-            self._known.pop("attention", None)
-
-    def _check_selection(self, chosen: Tensor, problem: Problem) -> None:
-        """Fail unless indices are legal everywhere, and on sampled rows those that fp64 selects.
-
-        Args:
-            chosen: ``[B, S, Hkv, n]``.
-            problem: with the ``q`` and the ``k_cmp`` that were scored.
-        """
-        config, x = problem.config, problem.tensors
-        t = torch.arange(problem.point.seq_len, device=chosen.device)
-        assert_legal(chosen, t, config)
-        t = t[:, None]
-        current = t // config.block_size
-        if config.coarse_block_size is None:
-            n = torch.full_like(t, config.num_selected_blocks)
-            for length, fewer in reversed(config.block_counts):
-                n = torch.where(t < length, fewer, n)
-            whole = (chosen >= 0).sum(-1) == torch.minimum(n, current + 1)
-            assert bool(whole.all()), "block_indices: not as many blocks as there are to select"
-        forced = [current * 0 + block for block in range(config.num_init_blocks)]
-        forced += [current - back for back in range(config.num_local_blocks)]
-        for block in forced:
-            absent = (block < 0) | (block > current)
-            found = (chosen == block[..., None]).any(-1) | absent
-            assert bool(found.all()), "block_indices: a forced block is missing"
-        q = x["q"].flatten(0, 1)
-        sampled = sampled_selection(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
-        different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
-        assert agreement.against == 0, f"block_indices: {different}"
-
-    def recall(self, chosen: Tensor) -> float:
-        """Share of the blocks of the exact fp64 selection found in ``chosen`` ``[B, S, Hkv, n]``.
-
-        Over the sampled rows in which it is clear which block is the n-th best.
-        """
-        x, config = self._packed, self.problem.config
-        config = replace(config, coarse_block_size=None, num_coarse_blocks=0)
-        config = replace(config, score_precision="exact")
-        sampled = sampled_selection(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        exact, clear = sampled.at_queries(self.selections)
-        actual = chosen.flatten(0, 1)[self.selections]
-        wanted = (exact >= 0) & clear[..., None]
-        found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
-        return round(float(found.sum() / wanted.sum()), 5)
-
-    # --- Where things lie
-    @cached_property
-    def _packed(self) -> Tensors:
-        """All tensors, those of a dense batch as packed tokens."""
-        batch = (self.problem.point.batch, self.problem.point.seq_len)
-        tensors = {name: x.detach() for name, x in self.problem.tensors.items()}
-        return {name: x.flatten(0, 1) if x.shape[:2] == batch else x for name, x in tensors.items()}
-
-    @cached_property
-    def _blocks(self) -> Tensor:
-        """Packed compressed rows: blocks that start at or before the sampled keys."""
-        config, seq_len = self.problem.config, self.problem.point.seq_len
-        blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
-        inside = self.keys % seq_len // config.compress_stride
-        return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
-
-
-def _gradients(found: Mapping[str, Tensor]) -> Tensors:
-    """Gradients by their own names, from those by the names of the inputs."""
-    return {f"d{name}": gradient for name, gradient in found.items()}
-
-
-def approximates(config: NSAConfig) -> bool:
-    """Whether the pattern's selection is not meant to be the exact one."""
-    return config.coarse_block_size is not None or config.score_precision != "exact"

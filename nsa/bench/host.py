@@ -1,12 +1,12 @@
-"""``nsa bench host``: what a layer costs the CPU, compared with transformers' Llama attention."""
+"""``nsa bench host``: CPU time of a layer, compared with transformers' Llama attention."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention import native_sparse_attention
-from nsa.bench.clock import gpu_events, percentiles, profiled, release_memory, synchronize
+from nsa.bench.cases import Shape
+from nsa.bench.clock import Subject, Timing, Verdict, measure, percentiles, synchronize
 from nsa.bench.gate import ModelGate, random_gradient
-from nsa.bench.points import Shape
-from nsa.bench.rows import Origin, Results
-from nsa.bench.table import align, field, named, number, table, verdicts
-from nsa.bench.targets import outcomes_of
+from nsa.bench.table import Results
 from nsa.config import NSAConfig
 from nsa.extras import require
 from nsa.module import NativeSparseAttention
@@ -28,67 +26,17 @@ from nsa.train.execution.precision import autocast
 
 CASES = ("host.function", "host.module")
 PROVIDERS = ("nsa", "llama")
-# How ``torch.compile`` is called for a mode; the others are eager.
+# Options of torch.compile by mode; the other modes are eager.
 COMPILED: dict[str, dict[str, Any]] = {
     "compiled": {},
     "reduce_overhead": {"mode": "reduce-overhead"},
 }
 MODES = ("fwd", "fwd_bwd", *COMPILED)
-WEIGHTS = ("bfloat16", "float32")
+WEIGHTS = ("bfloat16", "float32")  # float32 runs under autocast to bfloat16
 WARM_UP_CALLS = 5
-# Errors allowed, as a multiple of the CPU's own. The worst of 12,288 rows in bfloat16 differs by
-# more than two between equals.
+# Allowed error as a multiple of the CPU's own: the worst of 12,288 rows in bfloat16 differs by more
+# than two between two correct results.
 BUDGET = 3.0
-
-Fields = dict[str, Any]  # of a row
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """What ``nsa bench host`` is asked to measure.
-
-    Attributes:
-        shape: heads.
-        width: of the layer's input.
-        tokens: numbers of tokens, of one sequence each.
-        cases, providers, modes, weights: words of those above; float32 weights run under autocast
-            to bfloat16.
-        calls: timed calls of a figure.
-        out: JSONL file to append to; None keeps the rows to itself.
-        commit: to record where the checkout has no git.
-    """
-
-    shape: Shape
-    width: int
-    tokens: Sequence[int]
-    cases: Sequence[str] = CASES
-    providers: Sequence[str] = PROVIDERS
-    modes: Sequence[str] = MODES
-    weights: Sequence[str] = WEIGHTS
-    calls: int = 40
-    out: Path | None = None
-    commit: str | None = None
-
-
-@dataclass(frozen=True)
-class HostRow(Origin):
-    """One implementation in one mode; ``docs/benchmarks.md`` explains the fields."""
-
-    case: str
-    provider: str
-    mode: str
-    shape: str
-    width: int
-    weights: str
-    tokens: int
-    host_ms_p50: float | None
-    host_ms_p20: float | None
-    host_ms_p80: float | None
-    launches: int | None
-    gpu_ms: float | None
-    correct: bool
-    errors: dict[str, float]
-    note: str | None
 
 
 class Function(nn.Module):
@@ -98,6 +46,14 @@ class Function(nn.Module):
         super().__init__()
         self.config, self.rope = config, Rope.from_config(config)
 
+    def inputs(self, tokens: int, width: int) -> list[Tensor]:
+        """Draw q, k and v of each branch, and gates, in fp32 on the CPU."""
+        config = self.config
+        keys, values = ((config.num_kv_heads, n) for n in (config.head_dim, config.value_dim))
+        sizes = [(config.num_heads, config.head_dim), *[keys, values] * 3]
+        gates = torch.rand(1, tokens, config.num_heads, 3)
+        return [*(torch.randn(1, tokens, *size) for size in sizes), gates]
+
     def forward(self, *inputs: Tensor) -> Tensor:
         """Attend."""
         backend = "reference" if inputs[0].dtype == torch.float64 else "auto"
@@ -106,7 +62,7 @@ class Function(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama's attention by SDPA; a model computes cosines and sines once for all layers."""
+    """Llama's attention by SDPA; cosines and sines are computed once, as a model does."""
 
     cosines: Tensor
     sines: Tensor
@@ -129,11 +85,12 @@ class Llama(nn.Module):
         self.register_buffer("cosines", torch.empty(0))
         self.register_buffer("sines", torch.empty(0))
 
-    def keep_angles(self, tokens: int) -> None:
-        """Compute the cosines and sines of a length."""
+    def inputs(self, tokens: int, width: int) -> list[Tensor]:
+        """Draw an input, and compute the cosines and sines of its length."""
         like = self.attention.q_proj.weight
         positions = torch.arange(tokens, device=like.device)[None]
         self.cosines, self.sines = self.rotary(like, positions)
+        return [torch.randn(1, tokens, width)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend."""
@@ -142,98 +99,101 @@ class Llama(nn.Module):
         return out
 
 
-def _inputs(plan: HostPlan, subject: nn.Module, tokens: int) -> list[Tensor]:
-    """Random inputs in fp32 on the CPU: of the function q, k and v of each branch, and gates."""
-    if isinstance(subject, Llama):
-        subject.keep_angles(tokens)
-    if not isinstance(subject, Function):
-        return [torch.randn(1, tokens, plan.width)]
-    config = subject.config
-    keys, values = ((config.num_kv_heads, size) for size in (config.head_dim, config.value_dim))
-    sizes = [(config.num_heads, config.head_dim), *[keys, values] * 3]
-    gates = torch.rand(1, tokens, config.num_heads, 3)
-    return [*(torch.randn(1, tokens, *size) for size in sizes), gates]
+def _inputs(subject: nn.Module, tokens: int, width: int) -> list[Tensor]:
+    if isinstance(subject, Function | Llama):
+        return subject.inputs(tokens, width)
+    return [torch.randn(1, tokens, width)]
 
 
-def bench_host(plan: HostPlan, device: torch.device) -> bool:
+def bench_host(
+    shape: Shape,
+    width: int,
+    tokens: Sequence[int],
+    device: torch.device,
+    *,
+    cases: Sequence[str] = CASES,
+    providers: Sequence[str] = PROVIDERS,
+    modes: Sequence[str] = MODES,
+    weights: Sequence[str] = WEIGHTS,
+    calls: int = 40,
+    out: Path | None = None,
+    commit: str | None = None,
+) -> bool:
     """Measure, print and write rows.
+
+    Args:
+        shape: heads.
+        width: size of the layer's input.
+        tokens: lengths of the one sequence.
+        device: the measured device.
+        cases: words of ``CASES``.
+        providers: words of ``PROVIDERS``.
+        modes: words of ``MODES``.
+        weights: words of ``WEIGHTS``.
+        calls: timed calls.
+        out: JSONL file to append to; None prints the rows only.
+        commit: recorded if the checkout has no git.
 
     Returns:
         Whether every result is correct.
 
     Raises:
-        ValueError: the plan does not fit this machine.
-        UsageError: transformers is wanted and not installed.
+        UsageError: transformers is asked for and not installed.
     """
-    if "llama" in plan.providers and "host.module" in plan.cases:
+    if "llama" in providers and "host.module" in cases:
         require("nsa bench host", "hf")
-    results = Results(HostRow, plan.out, device, plan.commit)
+    results = Results(out, device, commit)
     kinds = [("host.function", "bfloat16", "nsa")]  # a function has no weights
-    kinds += itertools.product(("host.module",), plan.weights, plan.providers)
-    for case, weights, provider in kinds:
-        if case in plan.cases:
-            named = {"case": case, "weights": weights, "provider": provider}
-            for found in _measure(plan, case, getattr(torch, weights), provider, device):
-                shape = {"shape": plan.shape.name, "width": plan.width}
-                results.add(_progress, **named, **shape, **found)
-    return results.finish(host_table)
+    kinds += itertools.product(("host.module",), weights, providers)
+    config = shape.config()
+    # So short that every block is selected: if blocks compete, rounding decides between two with
+    # nearly equal scores (`nsa bench attention` checks the selection).
+    gate_tokens = config.num_selected_blocks * config.block_size
+    for case, name, provider in kinds:
+        if case not in cases:
+            continue
+        torch.manual_seed(0)
+        layer: nn.Module = Function(config)
+        if case == "host.module":
+            is_ours = provider == "nsa"
+            layer = NativeSparseAttention(width, config) if is_ours else Llama(config, width)
+        dtype = getattr(torch, name)
+        compute_dtype = "bf16" if name == "float32" else "fp32"  # of autocast
+        inputs = [x.to(dtype) for x in _inputs(layer.to(dtype), gate_tokens, width)]
+        gate = ModelGate(layer, inputs, compute_dtype, torch.bfloat16, lambda _: "weights")
+        row = {"case": case, "provider": provider, "shape": shape.name, "dtype": name, "batch": 1}
+        for mode in modes:
+            torch.compiler.reset()  # each mode compiles the same code again
+            copy = deepcopy(layer).to(device)
+            run = torch.compile(copy, **COMPILED[mode]) if mode in COMPILED else copy
+            verdict = gate.check(copy, run, device, BUDGET)
+            for length in tokens:
+                leaves = [x.to(device, dtype) for x in _inputs(copy, length, width)]
+                precision, backward = autocast(device, compute_dtype), mode != "fwd"
+                make = partial(_subject, copy, run, leaves, precision, backward, calls, verdict)
+                found = measure(make, device)
+                extra = {"mode": mode, "seq_len": length, "settings": {"width": width}}
+                results.add(**row, **extra, **found)
+    return results.finish()
 
 
-def _progress(row: HostRow) -> str:
-    name = f"  {row.case:14} {row.provider:6} {row.weights:9} {row.mode:16} {row.tokens:7,}"
-    return f"{name} {row.host_ms_p50:8.3f} ms" if row.correct else f"{name} WRONG: {row.note}"
-
-
-def _measure(
-    plan: HostPlan, case: str, dtype: torch.dtype, provider: str, device: torch.device
-) -> Iterator[Fields]:
-    """The gate, then what a row says, for each mode and number of tokens.
-
-    The gate's sequence is so short that every block is selected: where blocks compete, rounding
-    decides between two with nearly equal scores (``nsa bench attention`` checks the selection).
-    """
-    torch.manual_seed(0)
-    config = plan.shape.config()
-    original: nn.Module = Function(config)
-    if case == "host.module" and provider == "nsa":
-        original = NativeSparseAttention(plan.width, config)
-    elif case == "host.module":
-        original = Llama(config, plan.width)
-    original.to(dtype)
-    compute_dtype = "bf16" if dtype == torch.float32 else "fp32"  # by autocast
-    few = config.num_selected_blocks * config.block_size
-    inputs = [x.to(dtype) for x in _inputs(plan, original, few)]
-    gate = ModelGate(original, inputs, compute_dtype, torch.bfloat16, lambda _: "weights")
-    for mode in plan.modes:
-        release_memory(device)
-        torch.compiler.reset()  # each mode compiles the same code anew
-        subject = deepcopy(original).to(device)
-        run: Callable[..., Tensor] = subject
-        if mode in COMPILED:
-            run = torch.compile(subject, **COMPILED[mode])
-        verdict = gate.check(subject, run, device, BUDGET)
-        for tokens in plan.tokens:
-            found = {"mode": mode, "tokens": tokens, **asdict(verdict)}
-            if verdict.correct:
-                leaves = [x.to(device, dtype) for x in _inputs(plan, subject, tokens)]
-                precision = autocast(device, compute_dtype)
-                call, forget = _call(subject, run, leaves, precision, backward=mode != "fwd")
-                found |= _times(call, forget, device, plan.calls)
-            yield found
-
-
-def _call(
-    subject: nn.Module,
+def _subject(
+    layer: nn.Module,
     run: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     precision: torch.autocast,
-    *,
     backward: bool,
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One forward or forward and backward, and what has to be done before the next one."""
-    leaves = [x.requires_grad_(backward) for x in inputs]
+    calls: int,
+    verdict: Verdict,
+) -> Subject:
+    """Prepare a forward, or forward and backward, whose CPU time is measured."""
+    device, leaves = inputs[0].device, [x.requires_grad_(backward) for x in inputs]
     with torch.no_grad(), precision:
-        gradient = random_gradient(subject(*leaves))
+        gradient = random_gradient(layer(*leaves))
+
+    def forget() -> None:
+        for leaf in (*leaves, *layer.parameters()):
+            leaf.grad = None
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
@@ -242,20 +202,26 @@ def _call(
             if backward:
                 out.backward(gradient)
 
-    def forget() -> None:
-        for leaf in (*leaves, *subject.parameters()):
-            leaf.grad = None
+    def profiled_call() -> None:
+        forget()
+        call()
 
-    return call, forget
+    return Subject(
+        profiled_call, lambda: verdict, time=partial(host_times, call, forget, device, calls)
+    )
 
 
-def _times(
-    call: Callable[[], None],
-    forget: Callable[[], None],
-    device: torch.device,
-    calls: int,
-) -> Fields:
-    """Time that the CPU spends on a call while the GPU is idle, and what the GPU then does."""
+def host_times(
+    call: Callable[[], None], forget: Callable[[], None], device: torch.device, calls: int
+) -> Timing:
+    """Time a call on the CPU while the GPU is idle.
+
+    Args:
+        call: the call.
+        forget: called before each call, outside the measured time.
+        device: the GPU, which is waited for.
+        calls: timed calls.
+    """
     samples = []
     for _ in range(WARM_UP_CALLS + calls):
         forget()
@@ -263,45 +229,4 @@ def _times(
         begin = time.perf_counter()
         call()
         samples.append(1000 * (time.perf_counter() - begin))
-    synchronize(device)
-    timing = percentiles(samples[WARM_UP_CALLS:], 1, "cpu")
-    found: Fields = {f"host_ms_{p}": getattr(timing, p) for p in ("p50", "p20", "p80")}
-    if device.type == "cuda":
-        forget()
-        events = gpu_events(profiled(call, device))
-        gpu_us = sum(float(event.time_range.elapsed_us()) for event in events)
-        found |= {"launches": len(events), "gpu_ms": gpu_us / 1000}
-    return found
-
-
-def host_table(rows: Sequence[HostRow]) -> str:
-    """Rows as text, with the host time over that of Llama's layer, and targets."""
-
-    def target(row: HostRow) -> str:
-        values = {"of llama": of_llama(row, rows), "launches": row.launches}
-        return verdicts(outcomes_of(row, values.__getitem__))
-
-    cells = {
-        **named("case", "provider", "weights", "mode"),
-        "tokens": field("tokens", ","),
-        "host ms": field("host_ms_p50", ".3f"),
-        "p20": field("host_ms_p20", ".3f"),
-        "p80": field("host_ms_p80", ".3f"),
-        "launches": field("launches"),
-        "GPU ms": field("gpu_ms", ".3f"),
-        "of llama": lambda row: number(of_llama(row, rows), ".2f"),
-        "target": target,
-    }
-    return "\n".join(align(table(cells, [row for row in rows if row.correct])))
-
-
-def of_llama(row: HostRow, rows: Sequence[HostRow]) -> float | None:
-    """Host time of this library's layer divided by Llama's in the same run; None without it."""
-    same = ("run_id", "case", "mode", "shape", "width", "weights", "tokens")
-    if row.case != "host.module" or row.provider != "nsa" or row.host_ms_p50 is None:
-        return None
-    for other in rows:
-        alike = all(getattr(other, name) == getattr(row, name) for name in same)
-        if other.provider == "llama" and other.host_ms_p50 and alike:
-            return row.host_ms_p50 / other.host_ms_p50
-    return None
+    return percentiles(samples[WARM_UP_CALLS:], 1, "host")

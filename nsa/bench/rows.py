@@ -1,24 +1,45 @@
-"""Rows of results: one JSON object a line. Tables and reports show nothing that is not in a row."""
+"""Rows of results, one JSON object a line, and the ratios between rows and their targets."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
-from nsa.errors import UserError, check
+from nsa.errors import UserError
 from nsa.train import environment
+
+TARGETS = Path(__file__).with_name("targets.json")
+DENSE = "dense-cudnn"
+UNMASKED = "dense-unmasked"  # training: dense attention across documents
+# Dense attention of a decode step. With -folded, query heads that share keys are rows of one query.
+DENSE_DECODE = (
+    "dense-cudnn",
+    "dense-fa2",
+    "dense-cudnn-folded",
+    "dense-fa2-folded",
+    "dense-efficient-folded",
+    "dense-flex",
+    "dense-scan",
+)
+# Ratios to dense use the fastest of these providers; other cases use DENSE in case `attention`.
+_DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention": DENSE_DECODE}
+# Units in which more is better.
+_SPEEDS = ("tokens/s", "of one", "times dense", "of copy bandwidth")
+# Settings of a training step on which its ratios depend.
+STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What all rows of one process share; see ``docs/benchmarks.md``."""
+class Row:
+    """One implementation at one point in one mode; ``docs/benchmarks.md`` explains every field."""
 
     run_id: str
     device: str
@@ -29,157 +50,100 @@ class Origin:
     commit: str | None
     dirty: bool | None
     date: str
-
-
-AnyRow = TypeVar("AnyRow", bound=Origin)
-
-
-@dataclass(frozen=True)
-class Row(Origin):
-    """One implementation at one point in one mode; ``docs/benchmarks.md`` explains every field."""
-
     case: str
     provider: str
-    variant: dict[str, Any] | None
     shape: str
-    choice: str
     seq_len: int
     batch: int
     dtype: str
     mode: str
-    ms_p50: float | None
-    ms_p20: float | None
-    ms_p80: float | None
-    tflops_useful: float | None
-    tbps_useful: float | None
-    peak_mib: float | None
     correct: bool | None
-    errors: dict[str, float]
-    note: str | None
-    overlap: float | None
-    recall: float | None
-    timing: str | None
-    samples: int | None
-    kernels: list[str]
-    kernel_us: dict[str, float]
-    # Of training alone.
+    choice: str = "random"
+    variant: dict[str, Any] | None = None
+    ms_p50: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    tflops_useful: float | None = None
+    tbps_useful: float | None = None
+    peak_mib: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    note: str | None = None
+    overlap: float | None = None
+    recall: float | None = None
+    timing: str | None = None
+    samples: int | None = None
+    kernels: list[str] = field(default_factory=list)
+    kernel_us: dict[str, float] = field(default_factory=dict)
+    stages_ms: dict[str, float] | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     reserved_mib: float | None = None
     loss_nats: float | None = None
     settings: dict[str, Any] | None = None
-    # Of training alone; rows of November 2026 and before have none of these.
     changed: dict[str, Any] | None = None
     compilations_after_5: int | None = None
     slowest_over_median: float | None = None
     host_ms_p50: float | None = None
     first_step_s: float | None = None
-    # Of decoding alone.
+    num_gpus: int = 1
+    communication_ms: float | None = None
+    exposed_ms: float | None = None
+    idle_ms: float | None = None
     launches: int | None = None
+    gpu_ms: float | None = None
     mib_read: float | None = None
     of_copy: float | None = None
 
     @property
     def is_masked(self) -> bool:
-        """Whether attention in a training step stayed within documents."""
+        """Whether attention in a training step stays within documents."""
         return bool((self.settings or {}).get("document_mask"))
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Rows of one kind are repetitions of one measurement; the newest counts."""
+        """Rows of one kind repeat one measurement; the newest counts."""
         where = (self.gpu, self.case, self.provider, self.shape, self.choice, self.dtype)
-        return *where, self.seq_len, self.batch, self.mode, self.is_masked
+        return *where, self.seq_len, self.batch, self.mode, self.is_masked, self.num_gpus
 
     def __post_init__(self) -> None:
-        """A row never holds a time without a correct result."""
+        """Refuse a time without a correct result."""
         timed = [self.ms_p50, self.ms_p20, self.ms_p80, self.tokens_per_s, self.mfu]
         assert self.correct is True or timed == [None] * 5, "a time without a correct result"
         assert self.correct is True or self.note, "a row without a time says why"
 
 
-def origin(device: torch.device, commit: str | None = None) -> Origin:
-    """Where and with what this process measures.
+def origin(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """Return the fields that all rows of this process share.
 
     Args:
-        device: of the measurements.
-        commit: to record where the checkout has no git; refused where it has.
-
-    Raises:
-        ValueError: ``commit`` was given although git knows it.
+        device: the measured device.
+        commit: recorded if the checkout has no git.
     """
-    code = environment.code_version()
-    known = code["commit"]
-    rule = "be left out where git knows it"
-    check(commit is None or known is None, "nsa bench", "--commit", rule, commit)
-    now = datetime.now(UTC)
-    cuda = device.type == "cuda"
-    return Origin(
-        run_id=f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
-        device=device.type,
-        gpu=torch.cuda.get_device_name(device) if cuda else None,
-        driver=environment.nvidia_driver() if cuda else None,
-        torch=environment.version("torch"),
-        triton=environment.version("triton"),
-        commit=known or commit,
-        dirty=code["dirty"],
-        date=now.isoformat(timespec="seconds"),
-    )
+    code, now, cuda = environment.code_version(), datetime.now(UTC), device.type == "cuda"
+    return {
+        "run_id": f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "driver": environment.nvidia_driver() if cuda else None,
+        "torch": environment.version("torch"),
+        "triton": environment.version("triton"),
+        "commit": code["commit"] or commit,
+        "dirty": code["dirty"],
+        "date": now.isoformat(timespec="seconds"),
+    }
 
 
-class Results(Generic[AnyRow]):
-    """Rows of this process: each is printed, and appended to a JSONL file if there is one.
-
-    Args:
-        kind: class of the rows.
-        path: of the file, or None.
-        device: of the measurements.
-        commit: see :func:`origin`.
-    """
-
-    def __init__(
-        self,
-        kind: type[AnyRow],
-        path: Path | None,
-        device: torch.device,
-        commit: str | None,
-    ) -> None:
-        self._kind, self._path, self.rows = kind, path, list[AnyRow]()
-        self._origin = here = origin(device, commit)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a", encoding="utf-8").close()  # fails before the work, not after it
-        changes = " with changes" if here.dirty else ""
-        print(
-            f"run {here.run_id} on {here.gpu or device}, commit {here.commit}{changes}",
-            flush=True,
-        )
-
-    def add(self, line: Callable[[AnyRow], str], **values: Any) -> None:
-        """Keep, write and print a row: numbers have six digits, fields not given are null."""
-        given = {name: _rounded(value) for name, value in values.items()}
-        empty = dict.fromkeys(entry.name for entry in fields(self._kind))
-        row = self._kind(**{**empty, **asdict(self._origin), **given})
-        self.rows.append(row)
-        print(line(row), flush=True)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
-
-    def finish(self, table: Callable[[list[AnyRow]], str]) -> bool:
-        """Print the table; whether no row is wrong."""
-        print("\n" + table(self.rows), flush=True)
-        return all(getattr(row, "correct", None) is not False for row in self.rows)
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def append_row(path: Path, row: Row) -> None:
+    """Append a row to a JSONL file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Rows of several files.
+    """Read the rows of several files.
 
     Raises:
-        ValueError: a line is not a row; the message names file, line and what is wrong.
+        ValueError: a line is not a row; the message names file, line and fault.
     """
     return [
         _parse(line, f"{path}:{number}")
@@ -192,11 +156,139 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 def _parse(line: str, where: str) -> Row:
     try:
         return Row(**json.loads(line))
-    except (ValueError, TypeError, AssertionError) as error:  # no JSON, other fields, a false time
+    except (ValueError, TypeError, AssertionError) as error:  # not JSON, other fields, a false time
         argument, rule = f"{where}: the line", "be a row that the benchmark writes"
         raise UserError("read_rows", argument, rule, error) from error
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Rows with a time."""
+    """Return the rows that have a time."""
     return [row for row in rows if row.ms_p50 is not None]
+
+
+def newest_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the newest row of each kind that has a time, in order of length."""
+    best = {row.kind: row for row in sorted(measured(rows), key=lambda row: row.date)}
+    return sorted(best.values(), key=lambda row: (row.case, row.provider, row.mode, row.seq_len))
+
+
+# --- Ratios between rows
+Figures = Mapping[tuple[object, ...], Row]
+
+
+def figures(rows: Iterable[Row]) -> Figures:
+    """Index rows with a time for ratios: by their run and work, and steps on one GPU by setting."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in measured(rows):
+        found[_key(row)] = row
+        if row.case == "train" and row.num_gpus == 1:
+            found[_step_key(row)] = row
+    return found
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    work = row.case, row.provider, row.shape, row.choice, row.dtype, row.seq_len, row.batch
+    return row.run_id, *work, row.mode
+
+
+def _step_key(row: Row) -> tuple[object, ...]:
+    settings = row.settings or {}
+    names = ("attention", "parameters", *STEP_SETTINGS[1:])
+    step = tuple(settings.get(name) for name in names)
+    work = row.shape, row.seq_len, row.batch, row.mode, row.dtype, row.is_masked
+    return "one GPU", row.gpu, row.commit, *work, *step
+
+
+def ratio(row: Row, by: Figures, name: str = "ms_p50", **names: str) -> float | None:
+    """Divide time or memory by that of the row in the same run with these other names."""
+    return _quotient(row, by.get(_key(replace(row, **names))), name)  # type: ignore[arg-type]
+
+
+def _quotient(row: Row, below: Row | None, name: str) -> float | None:
+    value, divisor = getattr(row, name), below and getattr(below, name)
+    return value / divisor if value is not None and divisor else None
+
+
+def is_dense(row: Row) -> bool:
+    """Whether ratios are made with this row, or with a faster one of its kind."""
+    return row.provider in _DENSE_OF.get(row.case, (DENSE,))
+
+
+def fastest_dense(row: Row, by: Figures) -> Row | None:
+    """Return the fastest dense attention, or the dense model, of the same run."""
+    case = row.case if row.case in _DENSE_OF else "attention"
+    names = _DENSE_OF.get(row.case, (DENSE,))
+    found = [by.get(_key(replace(row, case=case, provider=name))) for name in names]
+    return min((each for each in found if each), key=lambda each: each.ms_p50 or 0, default=None)
+
+
+def of_dense(row: Row, by: Figures, name: str = "ms_p50") -> float | None:
+    """Divide time or memory by dense attention's in the same run; None without it."""
+    return _quotient(row, fastest_dense(row, by), name)
+
+
+def of_one_gpu(row: Row, by: Figures) -> float | None:
+    """Divide the speed by that of one GPU with the same commit, work and settings."""
+    return _quotient(row, by.get(_step_key(row)), "tokens_per_s") if row.case == "train" else None
+
+
+def is_void(row: Row, by: Figures) -> bool:
+    """Whether dense attention misses its own target, so that a ratio to it says nothing."""
+    dense = fastest_dense(row, by)
+    return dense is not None and not all(passed for _, passed in outcomes(dense, by))
+
+
+# --- Targets
+@cache
+def targets() -> dict[str, Any]:
+    """Read ``targets.json``: the GPU that the targets are for, and the targets."""
+    content: dict[str, Any] = json.loads(TARGETS.read_text(encoding="utf-8"))
+    return content
+
+
+def reaches(unit: str, bound: float, value: float) -> bool:
+    """Whether ``value`` is on the right side of ``bound``."""
+    return value >= bound if unit in _SPEEDS else value <= bound
+
+
+def outcomes(row: Row, by: Figures) -> list[tuple[str, bool]]:
+    """Compare a row with its targets: measured value with verdicts, and whether it passes.
+
+    Units: ``ms``; ``of dense-cudnn``, time divided by dense attention's; ``of random``, by that of
+    random selection; ``MiB of dense``, peak memory divided by the dense model's; ``of llama``, by
+    Llama's layer; ``of one``, speed divided by one GPU's; ``times dense``, the fastest dense time
+    divided by the row's; ``of copy bandwidth``, for that fastest dense row.
+    """
+    if row.ms_p50 is None or row.gpu != targets()["gpu"]:
+        return []
+    of = of_dense(row, by)
+    values: dict[str, Callable[[], float | None]] = {
+        "ms": lambda: row.ms_p50,
+        "tokens/s": lambda: row.tokens_per_s,
+        "launches": lambda: row.launches,
+        "of random": lambda: ratio(row, by, choice="random"),
+        "of dense-cudnn": lambda: of,
+        "times dense": lambda: of and 1 / of,
+        "of copy bandwidth": lambda: row.of_copy if of == 1 else None,
+        "MiB of dense": lambda: of_dense(row, by, "peak_mib"),
+        "of llama": lambda: ratio(row, by, provider="llama"),
+        "of one": lambda: of_one_gpu(row, by),
+    }
+    return [
+        (_verdict(target, value), reaches(target["unit"], target["target"], value))
+        for target in targets()["targets"]
+        if all(getattr(row, name) == wanted for name, wanted in target["where"].items())
+        and (value := values[target["unit"]]()) is not None
+    ]
+
+
+def _verdict(target: Mapping[str, Any], value: float) -> str:
+    unit = target["unit"]
+    form, exact = (",.0f", ",.0f") if unit == "tokens/s" else (".3g", "g")
+    verdicts = [
+        f"{name} {target[name]:{exact}} "
+        + ("pass" if reaches(unit, target[name], value) else "FAIL")
+        for name in ("target", "stretch")
+        if target[name] is not None
+    ]
+    return f"{value:{form}}{'' if unit == 'ms' else f' {unit}'}: {', '.join(verdicts)}"

@@ -1,47 +1,104 @@
-"""Rows as tables, for a terminal and in Markdown."""
+"""Tables for a terminal and in Markdown, and rows as they are measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from nsa.bench.rows import Row, measured
-from nsa.bench.targets import (
+import torch
+
+from nsa.bench.rows import (
     UNMASKED,
     Figures,
-    Outcome,
+    Row,
+    append_row,
     figures,
     is_void,
+    measured,
     of_dense,
+    of_one_gpu,
+    origin,
     outcomes,
     ratio,
 )
 
+_MEASURED = (
+    "tokens_per_s",
+    "mfu",
+    "tflops_useful",
+    "tbps_useful",
+    "launches",
+    "gpu_ms",
+    "mib_read",
+    "of_copy",
+    "peak_mib",
+    "reserved_mib",
+    "communication_ms",
+    "exposed_ms",
+    "idle_ms",
+    "recall",
+    "loss_nats",
+)
 Kind = TypeVar("Kind")
-Cells = dict[str, Callable[[Kind], str]]
+Cells = Mapping[str, Callable[[Kind], str]]
+
+
+class Results:
+    """Rows of this process: each is printed, and appended to a JSONL file if a path is given.
+
+    Args:
+        path: file to append to; None keeps the rows in memory.
+        device: the measured device.
+        commit: recorded if the checkout has no git.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, commit: str | None = None) -> None:
+        self._path, self.rows, self._origin = path, list[Row](), origin(device, commit)
+        here = self._origin
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()  # fails before the measurements, not after them
+        changes = " with changes" if here["dirty"] else ""
+        run = f"run {here['run_id']} on {here['gpu'] or device}, commit {here['commit']}{changes}"
+        print(run, flush=True)
+
+    def add(self, **values: Any) -> None:
+        """Store, write and print a row; floats are rounded to six digits."""
+        rounded = {
+            name: float(f"{value:.6g}") if isinstance(value, float) else value
+            for name, value in values.items()
+        }
+        row = Row(**{**self._origin, **rounded})
+        self.rows.append(row)
+        print(progress_line(row), flush=True)
+        if self._path is not None:
+            append_row(self._path, row)
+
+    def finish(self) -> bool:
+        """Print the table; return whether no row is wrong."""
+        print("\n" + result_table(self.rows), flush=True)
+        return all(row.correct is not False for row in self.rows)
 
 
 def progress_line(row: Row) -> str:
-    """One row as it comes in."""
-    name = f"  {row.case:22} {row.provider:14} {row.mode:8}"
+    """One row as it is measured."""
+    name = f"  {row.case:22} {row.provider:14} {row.mode:8} S {row.seq_len:,} x {row.batch}"
     if row.ms_p50 is None:
-        return f"{name} {'WRONG: ' if row.correct is False else ''}{row.note}"
-    worst = max(row.errors.values(), default=0.0)
-    recall = "" if row.recall is None else f", recall {row.recall:.4f}"
-    speed = "" if row.tokens_per_s is None else f", {row.tokens_per_s:,.0f} tokens/s"
-    return f"{name} {_time(row)} ms{speed}, error {worst:.2g}{recall}, {row.timing}"
+        return f"{name}: {'WRONG: ' if row.correct is False else ''}{row.note}"
+    return f"{name}: {_time(row)} ms, error {max(row.errors.values(), default=0.0):.2g}"
 
 
 def result_table(rows: Sequence[Row]) -> str:
     """Rows with a time, ratios within their run, and targets; then why the others have no time."""
-    lines = align(table(row_cells(figures(rows)), measured(rows)))
+    lines = align(table(row_cells(figures(rows)), measured(rows))) if measured(rows) else []
     return "\n".join(
         [*lines, *(f"without a time: {point(row)}: {row.note}" for row in rows if row.note)],
     )
 
 
 def point(row: Row) -> str:
-    """What a row is of."""
+    """The case, provider, shape, length and mode of a row."""
     return f"{row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}"
 
 
@@ -52,57 +109,45 @@ def row_cells(by: Figures) -> Cells[Row]:
         found = of_dense(row, by)
         return number(found) + " void" * (found is not None and is_void(row, by))
 
-    def of_nsa(row: Row) -> str:
-        return "" if row.provider == "nsa" else number(ratio(row, by, provider="nsa"))
+    def time_of(provider: str) -> Callable[[Row], str]:
+        return lambda row: (
+            "" if row.provider == provider else number(ratio(row, by, provider=provider))
+        )
 
+    columns = ("case", "provider", "seq_len", "batch", "dtype", "choice", "mode")
     return {
-        **named("case", "provider"),
-        "S": field("seq_len", ","),
-        "B": field("batch"),
-        **named("choice", "mode"),
+        **{name: _field(name) for name in columns},
+        "GPUs": lambda row: str(row.num_gpus) if row.num_gpus > 1 else "",
         "ms (p20 to p80)": _time,
-        "tokens/s": field("tokens_per_s", ",.0f"),
-        "MFU": field("mfu", ".3g"),
-        "useful TFLOP/s": field("tflops_useful", ".3g"),
-        "useful TB/s": field("tbps_useful", ".3g"),
-        "launches": field("launches"),
-        "MiB read": field("mib_read", ",.4g"),
-        "of copy bandwidth": field("of_copy", ".0%"),
-        "peak MiB": field("peak_mib", ",.0f"),
-        "reserved MiB": field("reserved_mib", ",.0f"),
+        **{name: _field(name) for name in _MEASURED},
         "time of dense": time_of_dense,
         "MiB of dense": lambda row: number(of_dense(row, by, "peak_mib")),
-        "time of nsa": of_nsa,
-        "time of dense-unmasked": lambda row: number(ratio(row, by, provider=UNMASKED)),
-        "recall": field("recall", ".3f"),
-        "loss": field("loss_nats", ".3f"),
-        "compilations after step 5": field("compilations_after_5"),
-        "slowest step of median": field("slowest_over_median", ".2f"),
-        "host ms": field("host_ms_p50", ".1f"),
-        "first step s": field("first_step_s", ".1f"),
-        "differs": lambda row: settings_text(row.variant),
+        "time of nsa": time_of("nsa"),
+        "time of llama": time_of("llama"),
+        f"time of {UNMASKED}": time_of(UNMASKED),
+        "speed of one GPU": lambda row: number(of_one_gpu(row, by)) if row.num_gpus > 1 else "",
+        "stages": lambda row: settings_text(row.stages_ms),
+        "variant": lambda row: settings_text(row.variant),
         "changed": lambda row: settings_text(row.changed),
-        "target": lambda row: verdicts(outcomes(row, by)),
+        "target": lambda row: "; ".join(text for text, _ in outcomes(row, by)),
     }
 
 
-def named(*fields: str) -> Cells[Any]:
-    """Columns that are called like their fields."""
-    return {name: field(name) for name in fields}
+def _field(name: str) -> Callable[[Row], str]:
+    """A column of a field: words, or numbers of four digits, of all digits from 1,000 on."""
 
+    def cell(row: Row) -> str:
+        value = getattr(row, name)
+        if value is None or isinstance(value, str):
+            return value or ""
+        return format(value, ".4g" if abs(value) < 1000 else ",.0f")
 
-def field(name: str, form: str = "") -> Callable[[Any], str]:
-    """A column of one field."""
-    return lambda row: number(getattr(row, name), form)
-
-
-def verdicts(found: Sequence[Outcome]) -> str:
-    """Targets, what was measured, and whether it passes."""
-    return "; ".join(map(str, found))
+    return cell
 
 
 def _time(row: Row) -> str:
-    return f"{row.ms_p50:.4g} ({row.ms_p20:.4g} to {row.ms_p80:.4g})"
+    spread = "" if row.ms_p20 is None else f" ({row.ms_p20:.4g} to {row.ms_p80:.4g})"
+    return f"{row.ms_p50:.4g}{spread}"
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:
@@ -111,7 +156,7 @@ def settings_text(settings: Mapping[str, Any] | None) -> str:
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """A cell; empty without a value."""
+    """Format a cell; empty without a value."""
     return "" if value is None else format(value, form)
 
 
@@ -122,13 +167,13 @@ def table(cells: Cells[Kind], rows: Sequence[Kind]) -> list[tuple[str, ...]]:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table of a report; the first line is the header."""
+    """Format a Markdown table; the first line is the header."""
     head, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([head, "|---" * len(lines[0]) + "|", *rest])
 
 
 def align(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width: numbers to the right, words and the last column to the left."""
+    """Pad columns to equal width: numbers to the right, words and the last column to the left."""
     *columns, last = zip(*lines, strict=True)
     justified = zip(*map(_justified, columns), last, strict=True)
     return ["  ".join(cells).rstrip() for cells in justified]

@@ -1,67 +1,60 @@
-"""One model at one length: steps of the trainer, timed from outside, and the forward pass alone."""
+"""Timed steps of the trainer, the forward pass alone, and communication between GPUs."""
 
 from __future__ import annotations
 
-import statistics
+import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nsa.bench.clock import (
     Timing,
     kernel_sums,
-    kernel_times,
     peak_mib,
     percentiles,
+    profiled,
     profiler,
     samples_ms,
     synchronize,
 )
 from nsa.train.config import TrainConfig
-from nsa.train.data import Batch
 from nsa.train.distributed.processes import Processes
-from nsa.train.execution.compilation import compilations
 from nsa.train.execution.precision import autocast
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import Row as MetricsRow
-from nsa.train.telemetry.throughput import MIB, STARTING_STEPS
+from nsa.train.telemetry.throughput import MIB
 from nsa.train.trainer import Trainer
 
 TIMING = "steps of the trainer"
+PROFILED_STEPS = 3
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of PyTorch's traces
 
 
 class MeasuredError(Exception):
-    """All wanted steps are done; leaves the run before it writes a checkpoint."""
+    """All timed steps are done; ends the run before it writes a checkpoint."""
 
 
 @dataclass
 class Measured:
-    """What was seen of one model in one mode.
+    """Measurements of one model in one mode; None if not measured.
 
     Attributes:
-        timing: of a step, or of the forward passes of as many tokens.
-        seconds: all timed steps together, by the host's clock, everything between them included.
-        trace: what the profiler saw of the profiled steps; None on a CPU, and of forward passes.
-        kernel_us: kernels of one step.
-        nonfinite: steps whose loss or gradient was not finite.
-        peak_mib: most memory in tensors since the run began, weights and optimizer included, MiB;
-            None on a CPU. A step that is replayed from a CUDA graph asks the allocator for nothing:
-            its memory was counted when it was captured.
-        reserved_mib: most that the allocator held since the run began.
-        loss_nats: mean over the targets of the last steps for which the run wrote a row of metrics.
-        compilations_after_5: graphs compiled by ``torch.compile`` and CUDA graphs captured after
-            the fifth step; None where no more were done, and of forward passes.
-        slowest_over_median: slowest step after the fifth over the median of the timed ones.
-        host_ms_p50: median of what the host needs to issue a step, ms; None on a CPU.
-        first_step_s: from the trainer's construction to the end of its first step, seconds.
+        timing: a step, or the forward passes of its tokens.
+        seconds: all timed steps together by the host's clock, with everything between them.
+        trace: the profiled steps, on a GPU.
+        kernel_us: microseconds of a step by kernel.
+        nonfinite: number of steps whose loss or gradient was not finite.
+        peak_mib: peak memory in tensors since the start, weights and optimizer included, MiB. The
+            memory of a CUDA graph is counted at its capture.
+        reserved_mib: peak memory of the allocator, MiB.
+        loss_nats: mean loss in the last row of metrics.
     """
 
     timing: Timing
@@ -72,37 +65,25 @@ class Measured:
     peak_mib: float | None = None
     reserved_mib: float | None = None
     loss_nats: float | None = None
-    compilations_after_5: int | None = None
-    slowest_over_median: float | None = None
-    host_ms_p50: float | None = None
-    first_step_s: float | None = None
 
 
 class StepClock:
-    """Follows a run by its heartbeats: warm-up, steps under the profiler, then timed steps.
+    """Follows a run by its heartbeats: warm-up, profiled steps, then timed steps.
 
-    A step begins with the first heartbeat that names it, so a time holds all that happens from one
-    step to the next: data, forward, backward, clipping, optimizer, the reading of figures, the row
-    of metrics. On a GPU a step's time is between CUDA events there; the host waits for the device
-    before the first and after the last timed step, never between.
-
-    Args:
-        device: where the run computes.
-        warmup: steps before the profiled ones.
-        steps: timed steps.
-        profiled: steps under the profiler, on a GPU.
+    A step lasts from the first heartbeat that names it to that of the next step, so its time
+    includes data, forward, backward, optimizer and metrics. On a GPU it is measured between CUDA
+    events; the host waits for the device before the first and after the last timed step only.
     """
 
-    def __init__(self, device: torch.device, warmup: int, steps: int, profiled: int = 1) -> None:
-        self.device, self._warmup, self._first = device, warmup, warmup + profiled
-        self._last, self._step, self._begin = self._first + steps, -1, 0.0
-        self._marks: list[Any] = []  # when each step began
-        self._compilations: int | None = None
-        self._seconds = 0.0
+    def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
+        self._device, self._warmup = device, warmup
+        self._first = warmup + PROFILED_STEPS
+        self._last, self._step, self._begin, self._seconds = self._first + steps, -1, 0.0, 0.0
+        self._marks: list[Any] = []  # the beginning of each step
         self._trace: Any = None
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
-        """A heartbeat, as the trainer gives it.
+        """Receive a heartbeat of the trainer.
 
         Raises:
             MeasuredError: the last timed step is done.
@@ -110,11 +91,9 @@ class StepClock:
         if step <= self._step:
             return
         self._step = step
-        cuda = self.device.type == "cuda"
-        if step == STARTING_STEPS:
-            self._compilations = compilations.now.compilations
+        cuda = self._device.type == "cuda"
         if step == self._first:
-            synchronize(self.device)
+            synchronize(self._device)
             if self._trace is not None:
                 self._trace.stop()
             self._begin = time.perf_counter()
@@ -122,52 +101,31 @@ class StepClock:
         if cuda:
             self._marks[-1].record()
         if cuda and step == self._warmup:
-            synchronize(self.device)
+            synchronize(self._device)
             self._trace = profiler()
             self._trace.start()
         if step == self._last:
-            synchronize(self.device)
+            synchronize(self._device)
             self._seconds = time.perf_counter() - self._begin
             raise MeasuredError
 
     def measured(self, rows: Sequence[MetricsRow]) -> Measured:
-        """What was seen; ``rows`` are the metrics that the run wrote."""
-        device, cuda, last = self.device, self.device.type == "cuda", rows[-1] if rows else {}
+        """Summarize the steps and the rows of metrics."""
+        cuda, last = self._device.type == "cuda", rows[-1] if rows else {}
         times = [
             start.elapsed_time(end) if cuda else 1000 * (end - start)
             for start, end in pairwise(self._marks)
         ]
-        profiled = range(self._warmup, self._first)
-        later = [t for i, t in enumerate(times) if i >= STARTING_STEPS and i not in profiled]
-        timing, compiled = percentiles(times[self._first :], 1, TIMING), None
-        if self._compilations is not None:
-            compiled = compilations.now.compilations - self._compilations
-        return Measured(
-            timing,
-            self._seconds,
-            self._trace,
-            {} if self._trace is None else kernel_sums(self._trace),
-            nonfinite=int(last.get("nonfinite_steps", 0)),
-            peak_mib=torch.cuda.max_memory_allocated(device) / MIB if cuda else None,
-            reserved_mib=torch.cuda.max_memory_reserved(device) / MIB if cuda else None,
-            loss_nats=float(last["loss_nats"]) if last else None,
-            compilations_after_5=compiled,
-            slowest_over_median=max(later) / timing.p50 if later else None,
-        )
-
-
-class _TimedTrainer(Trainer):
-    """Notes what the host needs to issue each step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.host_ms: list[float] = []
-
-    def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
-        begin = time.perf_counter()
-        results = super().train_step(batches, num_targets)
-        self.host_ms.append(1000 * (time.perf_counter() - begin))
-        return results
+        timing = percentiles(times[self._first :], 1, TIMING)
+        found = Measured(timing, self._seconds, self._trace)
+        found.nonfinite = int(last.get("nonfinite_steps", 0))
+        found.loss_nats = float(last["loss_nats"]) if last else None
+        if cuda:
+            found.peak_mib = torch.cuda.max_memory_allocated(self._device) / MIB
+            found.reserved_mib = torch.cuda.max_memory_reserved(self._device) / MIB
+            sums = kernel_sums(self._trace)
+            found.kernel_us = {name: round(us / PROFILED_STEPS, 2) for name, us in sums.items()}
+        return found
 
 
 def measure_steps(
@@ -175,69 +133,51 @@ def measure_steps(
     device: torch.device,
     warmup: int,
     steps: int,
-    *,
     processes: Processes | None = None,
-    profiled: int = 1,
 ) -> tuple[Measured, Trainer]:
-    """Train in a folder of its own and time the steps.
+    """Train in a temporary folder and time the steps.
 
     Args:
-        config: the run; it must be longer than ``warmup + profiled + steps`` steps.
-        device: where it computes, as the trainer will choose it.
+        config: the run; it must be longer than warm-up, profiled and timed steps.
+        device: the device that the trainer chooses.
         warmup: steps before the profiled ones.
         steps: timed steps.
-        processes: this process among those of the run, which all come here; None for a run of one.
-        profiled: steps under the profiler, before the timed ones.
+        processes: this process among those of the run; None means a run of one.
 
     Returns:
-        What was seen, and the trainer, with the weights where training left them.
+        The measurements, and the trainer after its last step.
     """
     torch.compiler.reset()  # graphs of another length would make this one's shapes dynamic
     cuda, processes = device.type == "cuda", processes or Processes()
     if cuda:
-        # The profiler sees kernels of those graphs alone that are made after its first use.
-        kernel_times(lambda: None, device)
+        # The profiler sees only kernels of CUDA graphs that are captured after its first use.
+        profiled(lambda: None, device)
         torch.cuda.reset_peak_memory_stats(device)
-    clock, rows = StepClock(device, warmup, steps, profiled), list[MetricsRow]()
-    with _shared_folder(processes) as folder:
+    clock = StepClock(device, warmup, steps)
+    rows = list[MetricsRow]()
+    with tempfile.TemporaryDirectory() as own:
+        path = Path(processes.all_of(own)[0]) / "run"
         with processes.main_first():
-            path, main = folder / "run", processes.is_main
+            main = processes.is_main
             run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
-        trainer = _TimedTrainer(
-            config,
-            run_folder,
-            processes=processes,
-            on_row=rows.append,
-            beat=clock.beat,
-            stops_at_once=True,
-        )
+        given: dict[str, Any] = {"on_row": rows.append, "beat": clock.beat, "stops_at_once": True}
+        trainer = Trainer(config, run_folder, processes=processes, **given)
         with suppress(MeasuredError):
             trainer.run()
             raise AssertionError("the run ended before all steps were timed")
-    found = clock.measured(rows)
-    if cuda:  # on a CPU the host does the work itself
-        found.host_ms_p50 = statistics.median(trainer.host_ms[-steps:])
-    found.first_step_s = trainer.startup.first_step_s
-    return found, trainer
-
-
-@contextmanager
-def _shared_folder(processes: Processes) -> Iterator[Path]:
-    """A folder for the processes of one machine, removed when all have left."""
-    with tempfile.TemporaryDirectory() as own:
-        yield Path(processes.all_of(own)[0])
-        processes.wait_for_all()
+        processes.wait_for_all()  # before the main process removes the folder
+    return clock.measured(rows), trainer
 
 
 def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measured:
     """Time the forward pass and loss of one step's tokens, without recording gradients.
 
-    Peak memory is that of weights and forward pass, without what only training holds.
+    Peak memory is that of weights and forward pass.
 
     Args:
-        trainer: as :func:`measure_steps` left it.
-        device: where it computes.
-        calls: timed calls.
+        trainer: returned by :func:`measure_steps`.
+        device: the device of the run.
+        calls: number of timed calls.
     """
     config = trainer.config
     batches = [batch.to(device) for batch in trainer.next_batches()]
@@ -251,9 +191,53 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
 
     for _ in range(3):
         forward()
-    kernel_us, peak = kernel_times(forward, device), peak_mib(forward, device)
+    kernel_us = profiled(forward, device).get("kernel_us", {})
+    peak = peak_mib(forward, device)
     if peak is not None:
         peak += sum(parameter.nbytes for parameter in trainer.model.parameters()) / MIB
     times = samples_ms(forward, device, calls)
     timing = percentiles(times, 1, TIMING)
     return Measured(timing, sum(times) / 1000, kernel_us=kernel_us, peak_mib=peak)
+
+
+# --- Communication
+def communication_ms(trace: Any, processes: Processes) -> dict[str, float]:
+    """Row fields of a step: milliseconds from the profiled steps, mean over the processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        found = communication_us(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    totals = processes.total(*map(round, found))
+    names = ("communication_ms", "exposed_ms", "idle_ms")
+    each = 1000 * processes.world_size * PROFILED_STEPS
+    return {name: total / each for name, total in zip(names, totals, strict=True)}
+
+
+def communication_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return three durations of one process's trace, microseconds.
+
+    Time in which a kernel of NCCL ran, waiting for slower processes included; the part of it in
+    which nothing else ran on the GPU; time between the first and the last kernel in which nothing
+    ran.
+
+    Args:
+        events: ``traceEvents`` of PyTorch's profiler, with ``ts`` and ``dur`` in microseconds.
+    """
+    found = [
+        (float(event["ts"]), float(event["ts"] + event["dur"]), "nccl" in event["name"].lower())
+        for event in events
+        if event.get("cat") in _ON_DEVICE and event.get("ph", "X") == "X"
+    ]
+    sent, computed = (_covered(one for one in found if one[2] is sends) for sends in (True, False))
+    ran = _covered(found)
+    span = max(one[1] for one in found) - min(one[0] for one in found) if found else 0.0
+    return sent, ran - computed, span - ran
+
+
+def _covered(intervals: Iterable[tuple[float, float, bool]]) -> float:
+    """Length of the union of intervals ``begin, end``."""
+    total, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

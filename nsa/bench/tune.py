@@ -1,12 +1,13 @@
-"""``nsa bench tune``: measures candidate tiles of every kernel on this GPU and writes the table."""
+"""``nsa bench tune``: measure candidate tiles of every kernel on this GPU and write the table."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache, partial
@@ -19,12 +20,11 @@ from typing import Any
 
 import torch
 
-from nsa.bench.cases import CASES, Case, prepare
-from nsa.bench.clock import synchronize, time_call
+from nsa.bench.attention import PROVIDERS, own_kernels
+from nsa.bench.cases import CASES, Case, Point, Shape, batch_of, make_tensors, prepare
+from nsa.bench.clock import refusals, synchronize, time_call
 from nsa.bench.gate import Gate
-from nsa.bench.implementations import IMPLEMENTATIONS, does_not_fit, own_kernels, refusals
-from nsa.bench.points import Point, Shape, batch_of, make_tensors
-from nsa.bench.rows import Origin, origin
+from nsa.bench.rows import origin
 from nsa.errors import check
 from nsa.files import replace_text
 from nsa.ops._triton.tuning import (
@@ -38,42 +38,16 @@ from nsa.ops._triton.tuning import (
     tiles_chosen_by,
 )
 
+WHERE = "nsa bench tune"
 # A candidate must be faster by this factor: less is noise, and a table should not change for it.
 GAIN = 0.985
 BUDGET_MS = 60.0
-
-# A tile whose kernel needs more stack, bytes a thread, is not taken however fast it is.
-MAX_STACK_BYTES = 256
-
+MAX_STACK_BYTES = 256  # a thread; kernels that need more are not taken
+JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))  # processes that compile candidates in advance
 # Kernels whose rows are scattered: descriptors cannot load them, their loops have no masked edges.
 GATHERING = ("selected_attention_dkv", "selected_gather_fwd", "selected_gather_dkv")
 
 Times = Mapping[int, float]  # milliseconds by length
-
-
-@dataclass(frozen=True)
-class TunePlan:
-    """What ``nsa bench tune`` is asked to do.
-
-    Attributes:
-        shape: heads; its head size is the one tuned for.
-        seqs: lengths that count alike.
-        tokens: tokens of all sequences together; None takes those of the shape.
-        dtype: of the inputs.
-        kernel: pattern of kernel names.
-        out: table to write; None takes that of this GPU inside the package.
-        minutes: stop looking after this time, which the kernels share; None looks at everything.
-        jobs: processes that compile candidates in advance.
-    """
-
-    shape: Shape
-    seqs: Sequence[int]
-    tokens: int | None
-    dtype: torch.dtype
-    kernel: str
-    out: Path | None
-    minutes: float | None
-    jobs: int
 
 
 @dataclass(frozen=True)
@@ -85,57 +59,74 @@ class Task:
     start: Tile
     seqs: tuple[int, ...]
 
-    def with_tile(self, tile: Tile) -> AbstractContextManager[None]:
-        """Within, the kernel has this tile."""
+    def with_tile(self, tile: Tile) -> Any:
+        """Context manager: the kernel has this tile."""
         return tiles_chosen_by(lambda key, usual: tile if key == self.key else usual)
 
 
-def bench_tune(plan: TunePlan, device: torch.device) -> bool:
+def bench_tune(
+    shape: Shape,
+    seqs: Sequence[int],
+    device: torch.device,
+    *,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "*",
+    out: Path | None = None,
+    minutes: float | None = None,
+) -> bool:
     """Tune, and write the table after each kernel.
 
+    Args:
+        shape: heads, whose head size is tuned for.
+        seqs: lengths, which have equal weight.
+        device: the GPU.
+        tokens: tokens of all sequences together; None means the shape's.
+        dtype: dtype of the inputs.
+        kernel: pattern of kernel names.
+        out: table to write; None means that of this GPU inside the package.
+        minutes: time limit, which the kernels share; None means none.
+
     Returns:
-        Whether every tile that went into the table passed the correctness gate.
+        Whether every tile in the table passed the correctness gate.
 
     Raises:
         ValueError: there is no CUDA GPU, or no kernel fits the pattern.
     """
-    where, hint = "nsa bench tune", "Tiles are measured on the GPU."
-    check(device.type == "cuda", where, "this machine", "have a CUDA GPU", "none", hint)
+    hint = "Tiles are measured on the GPU."
+    check(device.type == "cuda", WHERE, "this machine", "have a CUDA GPU", "none", hint)
     here = origin(device)
-    assert here.gpu is not None
-    path = plan.out or TABLES / f"{table_name(here.gpu)}.json"
-    end = math.inf if plan.minutes is None else time.monotonic() + 60 * plan.minutes
-    batches = {seq_len: batch_of(plan.shape, seq_len, plan.tokens) for seq_len in plan.seqs}
-    at = [Point(plan.shape, *size, "random", plan.dtype, device) for size in batches.items()]
+    path = out or TABLES / f"{table_name(here['gpu'])}.json"
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    sizes = {seq_len: batch_of(shape, seq_len, tokens) for seq_len in seqs}
+    points = tuple(Point(shape, *size, "random", dtype, device) for size in sizes.items())
     cases, correct = [case for case in CASES.values() if case.name != "attention"], list[bool]()
     # Spawned: a process with a CUDA context cannot be forked.
-    made = ProcessPoolExecutor(plan.jobs, get_context("spawn")) if plan.jobs else nullcontext()
-    with made as pool:
+    with ProcessPoolExecutor(JOBS, get_context("spawn")) as pool:
         for case, case_end in zip(cases, shares(end, len(cases)), strict=True):
-            bench = Bench(case, tuple(at))
-            tasks = [task for task in bench.tasks() if fnmatch(task.key.kernel, plan.kernel)]
+            bench = Bench(case, points)
+            tasks = [task for task in bench.tasks() if fnmatch(task.key.kernel, kernel)]
             for task, task_end in zip(tasks, shares(case_end, len(tasks)), strict=True):
-                tile, notes, fault = _tune(bench, task, pool, task_end)
+                tile, notes, fault = tune_kernel(bench, task, task_end, pool)
                 correct.append(fault is None)
                 if fault is None:
-                    what = f"{case.name} {task.mode}, {plan.shape.name} shape, by length"
+                    what = f"{case.name} {task.mode}, {shape.name} shape, by length"
                     write_tile(path, here, task.key, tile, {**notes, "measured": what})
-    rule = "fit a kernel that looks up a tile"
-    check(bool(correct), where, "--kernel", rule, repr(plan.kernel))
+    check(bool(correct), WHERE, "--kernel", "fit a kernel that looks up a tile", repr(kernel))
     return all(correct)
 
 
 def shares(end: float, number: int) -> Iterator[float]:
-    """When each of ``number`` tasks must end, for all to get the same share of the time left."""
+    """End times of ``number`` tasks that share the time left equally."""
     for left in range(number, 0, -1):
         now = time.monotonic()
         yield now + max(0.0, end - now) / left
 
 
-def _tune(
-    bench: Bench, task: Task, pool: ProcessPoolExecutor | None, end: float
+def tune_kernel(
+    bench: Bench, task: Task, end: float, pool: ProcessPoolExecutor | None = None
 ) -> tuple[Tile, dict[str, Any], str | None]:
-    """The best tile of one kernel, what the table says of it, and why its results are wrong."""
+    """Return the best tile of one kernel, its notes in the table, and why its results are wrong."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     how = f"{bench.case.name} {task.mode} at S {where}"
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {how}", flush=True)
@@ -160,7 +151,7 @@ def _tune(
 
 
 def compiled_kernels() -> dict[str, int]:
-    """Bytes of stack a thread of all kernels of this library that this process has loaded."""
+    """Stack bytes a thread of all loaded kernels of this library, by hash."""
     return {
         kernel.hash: 4 * kernel.n_spills
         for function in own_kernels().values()
@@ -176,21 +167,19 @@ class Bench:
     def __init__(self, case: Case, points: tuple[Point, ...]) -> None:
         self.case, self.points, self.device = case, points, points[0].device
         for kernel in own_kernels().values():
-            # What is compiled from now on is of this operator.
+            # Kernels compiled from now on are of this operator.
             for found in ("device_caches", "_compiled"):
                 getattr(kernel, found, {}).clear()
-        configs = [point.shape.config() for point in points]
-        problems = [
-            prepare(case, make_tensors(point, config), point, config, "triton")
-            for point, config in zip(points, configs, strict=True)
-        ]
-        self.gates = {problem.point.seq_len: Gate(problem) for problem in problems}
-        ours = IMPLEMENTATIONS["nsa"]
-        self.works = {problem.point.seq_len: ours.work(problem) for problem in problems}
+        self.gates, self.works = dict[int, Gate](), dict[int, Any]()
         self.stack_bytes: dict[tuple[TileKey, Tile], int] = {}
+        for point in points:
+            config = point.shape.config()
+            problem = prepare(case, make_tensors(point, config), point, config, "triton")
+            self.gates[point.seq_len] = Gate(problem)
+            self.works[point.seq_len] = PROVIDERS["nsa"].work(problem)
 
     def tasks(self) -> list[Task]:
-        """The kernels that look up tiles, each with the first mode that runs it and its lengths."""
+        """Kernels that look up tiles, each with the first mode that runs it and its lengths."""
         tasks: dict[TileKey, Task] = {}
         for mode, (seq_len, work) in product(self.case.modes, self.works.items()):
 
@@ -205,26 +194,27 @@ class Bench:
         return list(tasks.values())
 
     def run(self, task: Task, seqs: Sequence[int]) -> bool:
-        """Run the operator once at each length; whether the tile that is chosen now fits."""
+        """Run the operator once at each length; return whether the chosen tile fits."""
         try:
-            # Of a kernel that needs too many registers Triton prints the code; the error says it.
+            # Triton prints the code of a kernel that needs too many registers.
             with redirect_stdout(StringIO()):
                 for seq_len in seqs:
                     self.works[seq_len].run(task.mode)
             synchronize(self.device)
         except refusals() as error:
-            if not (does_not_fit(error) or isinstance(error, torch.OutOfMemoryError)):
+            fits = isinstance(error, RuntimeError) and "PassManager" not in str(error)
+            if fits and not isinstance(error, torch.OutOfMemoryError):
                 raise
             return False
         return True
 
     def measure(self, task: Task, tile: Tile) -> Times | None:
-        """Times with another tile for one kernel; None where it does not fit."""
+        """Time the operator with another tile for one kernel; None if it does not fit."""
         before = compiled_kernels()
         with task.with_tile(tile):
             if not self.run(task, task.seqs):
                 return None
-            # What is compiled at its first measurement is of this tile.
+            # Kernels compiled at the first measurement of a tile are its own.
             now = compiled_kernels()
             fresh = [now[kernel] for kernel in now.keys() - before]
             stack = self.stack_bytes.setdefault((task.key, tile), max(fresh, default=0))
@@ -235,7 +225,7 @@ class Bench:
         return {seq_len: round(timing.p50, 5) for seq_len, timing in timings.items()}
 
     def fault(self, task: Task, tile: Tile) -> str | None:
-        """Why the results with a tile are wrong, against fp64 at every length; None if right."""
+        """Say why the results with a tile are wrong, compared with fp64 at every length."""
         with task.with_tile(tile):
             for seq_len in task.seqs:
                 work, gate = self.works[seq_len], self.gates[seq_len]
@@ -252,7 +242,7 @@ def _bench(case: str, points: tuple[Point, ...]) -> Bench:
 
 
 def _compile(case: str, points: tuple[Point, ...], task: Task, tile: Tile) -> None:
-    """Run a candidate before it is measured: Triton keeps on disk what it compiled."""
+    """Run a candidate before it is measured: Triton stores on disk what it compiles."""
     with task.with_tile(tile):
         _bench(case, points).run(task, task.seqs[:1])
 
@@ -283,15 +273,14 @@ def descend(
     measure: Callable[[Tile], Times | None],
     prepare: Callable[[Sequence[Tile]], None] = lambda _: None,
 ) -> tuple[Tile, Times]:
-    """The best tile that a walk over the groups of changes finds, and its times.
+    """Return the best tile of a walk over the groups of changes, and its times.
 
-    A candidate is taken only if a second measurement of it and of the best one says the same.
+    A candidate is taken only if a second measurement of it and of the best one confirms the gain.
 
     Args:
         start: the tile in use, which must fit.
-        groups: changes to the best tile so far; what comes of one group is measured whole.
-        measure: None where a tile does not fit. The lengths count alike: the mean of the
-            logarithms.
+        groups: changes to the best tile so far; every candidate of a group is measured.
+        measure: returns times by length, or None if a tile does not fit.
         prepare: called with the tiles that will be measured next.
     """
     times = measure(start)
@@ -319,12 +308,14 @@ def gain(found: Times, before: Times) -> float:
     return geometric_mean(ms / before[seq_len] for seq_len, ms in found.items())
 
 
-def write_tile(path: Path, here: Origin, key: TileKey, tile: Tile, note: Mapping[str, Any]) -> None:
-    """Put one row into a table, which is made where it is missing; the others stay as they are."""
-    assert here.gpu is not None
-    table = load_table(path) if path.is_file() else TileTable(here.gpu, {}, {})
-    check(table.gpu == here.gpu, "nsa bench tune", "--out", f"be a table of {here.gpu}", table.gpu)
-    notes = {**note, "torch": here.torch, "triton": here.triton, "date": here.date[:10]}
-    table = TileTable(table.gpu, {**table.rows, key: tile}, {**table.notes, key: notes})
+def write_tile(
+    path: Path, here: Mapping[str, Any], key: TileKey, tile: Tile, note: Mapping[str, Any]
+) -> None:
+    """Write one row of a table, which is created if it does not exist; other rows stay."""
+    gpu = here["gpu"]
+    table = load_table(path) if path.is_file() else TileTable(gpu, {}, {})
+    check(table.gpu == gpu, WHERE, "--out", f"be a table of {gpu}", table.gpu)
+    notes = {**note, "torch": here["torch"], "triton": here["triton"], "date": here["date"][:10]}
+    table = TileTable(gpu, {**table.rows, key: tile}, {**table.notes, key: notes})
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, table_text(table))

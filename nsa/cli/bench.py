@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any, Literal
 
 from nsa import configs
 from nsa.cli.commands import Command, Group
-from nsa.errors import check, fail, option
+from nsa.errors import check, option
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 _MOST = 2**30  # tokens, steps and the like: positions are counted in 32 bits
 _PACKAGE = Path(__file__).resolve().parents[1]
+COMMITTED = "committed"  # rows that the package carries
 
 
 def attention(
@@ -32,15 +32,14 @@ def attention(
     recall: bool = False,
     out: Path | None = None,
     commit: str | None = None,
-    budget_ms: float = 300.0,
 ) -> int:
     """Measure the attention operators.
 
     Whole attention and each operator, forward and forward with backward, compared with dense
     attention and FlexAttention of PyTorch and with the reference. A result is compared with fp64 on
-    sampled rows before it is timed; a wrong one gets no figure, and the exit code is 1. For example
+    sampled rows before it is timed; a wrong one gets no time, and the exit code is 1. For example
       nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
-      nsa bench attention --case attention.window --variant narrow:window_attention_*.keys=32
+      nsa bench attention --case attention.choice --variant fp8:score_precision=fp8 --recall
       nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 
     Args:
@@ -52,37 +51,28 @@ def attention(
         recorded: file of nsa inspect --record, for --case attention.selected --choice recorded
         case: for example attention,attention.window (default all)
         provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
-        variant: NAME:KEY=VALUE,...: nsa with other options (a field of NSAConfig) or tiles
-            (KERNEL.FIELD); may be given several times
-        recall: how much of the exact selection each finds (always where the pattern approximates
-            it)
+        variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
+        recall: measure how much of the exact selection each finds (always if it is approximate)
         out: JSONL file to append the rows to
-        commit: commit to record where the checkout has no git
-        budget_ms: time spent on the samples of a figure
+        commit: commit to record if the checkout has no git
     """
-    from nsa.bench.attention import Plan, bench_attention
-    from nsa.bench.cases import CASES
-    from nsa.bench.implementations import IMPLEMENTATIONS
-    from nsa.bench.points import CHOICES, RECORDED
-    from nsa.bench.variants import parse_variant
+    from nsa.bench.attention import PROVIDERS, bench_attention
+    from nsa.bench.cases import CASES, CHOICES, RECORDED
 
-    names, variants = list(IMPLEMENTATIONS), []
-    for text in variant or []:
-        variants.append(parse_variant(text, names))
-        names.append(variants[-1].name)
-    plan = Plan(
+    variants = variant or []
+    names = [*PROVIDERS, *(text.partition(":")[0] for text in variants)]
+    passed = bench_attention(
         **_point(shape, seqs, tokens, dtype),
         choices=_words("--choice", choice, (*CHOICES, RECORDED)),
         recorded=recorded,
         cases=_words("--case", case, CASES),
         providers=None if provider is None else _words("--provider", provider, names),
         variants=variants,
-        out=out,
         recall=recall,
+        out=out,
         commit=commit,
-        budget_ms=budget_ms,
     )
-    return 0 if bench_attention(plan, _device()) else 1
+    return 0 if passed else 1
 
 
 def train(
@@ -101,22 +91,22 @@ def train(
     commit: str | None = None,
     **settings: str,
 ) -> int:
-    """Measure training steps.
+    """Measure training steps, on one GPU or several.
 
-    Those of a configuration as it is, by the trainer itself, on the text that it names, with
-    everything on: tokens/s, step time, MFU, memory; and the forward pass alone. It is compared
-    with the dense model, and with a dense model whose MLP is widened to as many parameters. What
-    settings, --seqs, --tokens and --micro-batch change stands in the rows. Loss and gradients are
-    compared with the fp64 reference first; a wrong model gets no figure, and the exit code is 1.
-    For example
+    Steps of a configuration by the trainer itself, on the text that it names: tokens/s, step time,
+    MFU, memory; and the forward pass alone. It is compared with the dense model, and with a dense
+    model whose MLP is widened to as many parameters. Loss and gradients are compared with the fp64
+    reference first; a wrong model gets no time, and the exit code is 1. Under torchrun the global
+    batch is divided among the processes, and the time of NCCL's kernels is measured too, with the
+    part of it in which nothing else runs. For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
       nsa bench train --config 78m --tokens 65536 --micro-batch 32 --dense-unmasked
-      nsa bench train --config 78m --seqs 8192 --data.document-mask false
       nsa bench train --config 78m other.yaml            (A/B of two configurations)
       nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
+      torchrun --standalone --nproc-per-node 2 -m nsa bench train --provider nsa --out rows.jsonl
 
     Args:
-        config: configuration; of several, the others are compared with the first
+        config: configuration; with several, the others are compared with the first
         variant: NAME:KEY=VALUE,...: the first configuration with other settings; may be given
             several times
         provider: nsa, dense, dense-matched (default all; with several configurations the first's
@@ -124,85 +114,35 @@ def train(
         dense_unmasked: also dense attention across documents, as provider dense-unmasked
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
-        micro_batch: other windows of one forward and backward; with --tokens at most all of a step
-        mode: fwd, fwd_bwd
+        micro_batch: other sequences of one forward and backward
+        mode: fwd, fwd_bwd; under torchrun fwd_bwd alone
         warmup: steps before the timed ones
         steps: timed steps
         out: JSONL file to append the rows to
-        commit: commit to record where the checkout has no git
+        commit: commit to record if the checkout has no git
         settings: of all configurations
     """
     from nsa.bench.cases import MODES
-    from nsa.bench.subjects import PROVIDERS, Batching, find_subjects
-    from nsa.bench.train import TrainPlan, bench_train
+    from nsa.bench.train import PROVIDERS, bench_train, find_subjects
 
     where = "nsa bench train"
     _in_range(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
     _in_range(where, 0, warmup=warmup)
     paths = [Path(path) for path in config]
     names = None if provider is None else _words("--provider", provider, PROVIDERS)
-    subjects = find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked)
-    lengths = [None] if seqs is None else _lengths(seqs)
-    plan = TrainPlan(
-        shape=configs.name_in_rows(paths[0]),
-        subjects=subjects,
-        batchings=[Batching(length, tokens, micro_batch) for length in lengths],
+    passed = bench_train(
+        find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked),
+        configs.name_in_rows(paths[0]),
+        seqs=[None] if seqs is None else _lengths(seqs),
+        tokens=tokens,
+        micro_batch=micro_batch,
         modes=_words("--mode", mode, MODES),
         warmup=warmup,
         steps=steps,
         out=out,
         commit=commit,
     )
-    return 0 if bench_train(plan, _device()) else 1
-
-
-def scaling(
-    config: str,
-    *,
-    buckets: tuple[float, ...] = (),
-    warmup: int = 10,
-    steps: int = 20,
-    out: Path | None = None,
-    commit: str | None = None,
-    **settings: str,
-) -> int:
-    """Measure training on several processes.
-
-    Training steps of CONFIG on the processes that there are, by the trainer itself; the global
-    batch stays that of CONFIG and is divided among them. On GPUs the time of NCCL's kernels is
-    measured too, and the part of it in which nothing else runs. To be started by torchrun, or alone
-    for the speed of one process; rows of one file are compared. For example
-      nsa bench scaling 78m --out rows.jsonl
-      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --out rows.jsonl
-      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --buckets 10 25 50 100
-      torchrun --standalone --nproc-per-node 2 -m nsa bench scaling 78m --parallel.strategy fsdp
-
-    Args:
-        config: name of a configuration (see nsa configs) or a YAML file
-        buckets: sizes of DDP's buckets to try, MiB
-        warmup: steps before the timed ones
-        steps: timed steps
-        out: JSONL file to append the rows to
-        commit: commit to record where the checkout has no git
-        settings: of CONFIG
-    """
-    from nsa.bench.scaling import ScalingPlan, bench_scaling
-    from nsa.train.distributed.launch import read_launch
-    from nsa.train.load import load_config
-
-    _in_range("nsa bench scaling", 0, warmup=warmup)
-    _in_range("nsa bench scaling", 1, steps=steps)
-    plan = ScalingPlan(
-        name=configs.name_in_rows(config),
-        config=load_config(config, settings),
-        buckets_mib=buckets,
-        warmup=warmup,
-        steps=steps,
-        out=out,
-        commit=commit,
-    )
-    bench_scaling(plan, read_launch())
-    return 0
+    return 0 if passed else 1
 
 
 def host(
@@ -214,7 +154,6 @@ def host(
     provider: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
-    calls: int = 40,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
@@ -224,7 +163,7 @@ def host(
     idle, kernels launched, and the time that the GPU needs for them. The function and the module,
     eager and compiled, with bf16 weights and with fp32 weights under autocast, compared with the
     attention layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64
-    first; a wrong one gets no figure, and the exit code is 1. For example
+    first; a wrong one gets no time, and the exit code is 1. For example
       nsa bench host --out benchmarks/host/mine.jsonl
       nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
 
@@ -236,27 +175,25 @@ def host(
         provider: nsa, llama (default both)
         mode: fwd, fwd_bwd, compiled, reduce_overhead (default all)
         weights: bfloat16, float32 (default both)
-        calls: timed calls of a figure
         out: JSONL file to append the rows to
-        commit: commit to record where the checkout has no git
+        commit: commit to record if the checkout has no git
     """
-    from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, HostPlan, bench_host
-    from nsa.bench.points import parse_shape
+    from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, bench_host
 
-    _in_range("nsa bench host", 1, width=width, calls=calls)
-    plan = HostPlan(
-        shape=parse_shape(shape),
-        width=width,
-        tokens=_lengths(tokens, "--tokens"),
+    _in_range("nsa bench host", 1, width=width)
+    passed = bench_host(
+        _shape(shape),
+        width,
+        _lengths(tokens, "--tokens"),
+        _device(),
         cases=_words("--case", case, CASES),
         providers=_words("--provider", provider, PROVIDERS),
         modes=_words("--mode", mode, MODES),
         weights=_words("--weights", weights, WEIGHTS),
-        calls=calls,
         out=out,
         commit=commit,
     )
-    return 0 if bench_host(plan, _device()) else 1
+    return 0 if passed else 1
 
 
 def decode(
@@ -270,14 +207,14 @@ def decode(
     steps: int = 64,
     out: Path | None = None,
     commit: str | None = None,
-    budget_ms: float = 300.0,
 ) -> int:
     """Measure decoding.
 
-    Attention of one step alone, beside the fastest dense attention over static keys and values;
-    greedy steps of a whole model with random weights after a long context, and prompts, beside the
-    dense model. Milliseconds, tokens/s, launches, and the bytes that a step reads. Results are
-    compared with fp64 first; a wrong one gets no figure, and the exit code is 1. For example
+    Attention of one step alone, compared with the fastest dense attention over static keys and
+    values; greedy steps of a whole model with random weights after a long context, and prompts,
+    compared with the dense model. Milliseconds, tokens/s, launches, and the bytes that a step
+    reads. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1.
+    For example
       nsa bench decode --out benchmarks/results/mine.jsonl
       nsa bench decode --case decode.attention --shape seed --points 65536,65536x64
       nsa bench decode --case decode.model --config 78m --points 2048,16384x64
@@ -291,20 +228,19 @@ def decode(
             dense-scan, .., reference; of models dense, dense-matched,
             and by generate() hf, transformers (extra hf)
         points: tokens of context, with xB for B sequences (default those of the targets)
-        prefill: tokens of prompts that a model takes in (default 65536; none if --points is given)
+        prefill: tokens of prompts of a model (default 65536; none if --points is given)
         steps: timed steps of a model
         out: JSONL file to append the rows to
-        commit: commit to record where the checkout has no git
-        budget_ms: time spent on the samples of a figure of attention
+        commit: commit to record if the checkout has no git
     """
-    from nsa.bench.decode import CASES, PROVIDERS, DecodePlan, bench_decode
-    from nsa.bench.points import parse_shape
+    from nsa.bench.decode import CASES, PROVIDERS, bench_decode
 
     _in_range("nsa bench decode", 1, steps=steps)
-    plan = DecodePlan(
-        shape=parse_shape(shape),
-        config=config,
-        name=configs.name_in_rows(config),
+    passed = bench_decode(
+        _shape(shape),
+        config,
+        configs.name_in_rows(config),
+        _device(),
         cases=_words("--case", case, CASES),
         providers=None if provider is None else _words("--provider", provider, PROVIDERS),
         points=None if points is None else _points(points),
@@ -312,9 +248,41 @@ def decode(
         steps=steps,
         out=out,
         commit=commit,
-        budget_ms=budget_ms,
     )
-    return 0 if bench_decode(plan, _device()) else 1
+    return 0 if passed else 1
+
+
+def consumers(
+    *,
+    shape: str = "seed",
+    seqs: str = "2048,8192",
+    tokens: int | None = None,
+    dtype: Dtype = "bfloat16",
+    choice: str = "random",
+    out: Path | None = None,
+    commit: str | None = None,
+) -> int:
+    """Measure four ways to attend to selected blocks.
+
+    The selected branch by its block indices; FlexAttention with a block mask; FlexAttention with
+    token ranges that are merged on the GPU; and keys and values that are gathered for each query.
+    Rows have the time of each stage, tokens/s and peak memory. Results are compared with fp64
+    first; a wrong one gets no time, and the exit code is 1.
+
+    Args:
+        shape: seed, wide, paper or HqxHkvxDxDv
+        seqs: lengths S
+        tokens: of all sequences together (default 65536 for seed, else one sequence)
+        dtype: of the inputs
+        choice: random, shared4, shared16
+        out: JSONL file to append the rows to
+        commit: commit to record if the checkout has no git
+    """
+    from nsa.bench.cases import CHOICES
+    from nsa.bench.consumers import bench_consumers
+
+    point, choices = _point(shape, seqs, tokens, dtype), _words("--choice", choice, CHOICES)
+    return 0 if bench_consumers(**point, choices=choices, out=out, commit=commit) else 1
 
 
 def tune(
@@ -326,7 +294,6 @@ def tune(
     kernel: str = "*",
     out: Path | None = None,
     minutes: float | None = None,
-    jobs: int = max(1, min(8, (os.cpu_count() or 1) // 2)),
 ) -> int:
     """Choose the tiles of the kernels for this GPU.
 
@@ -340,70 +307,62 @@ def tune(
         dtype: of the inputs
         kernel: pattern of their names, for example window_attention_*
         out: table to write (default that of this GPU inside the package)
-        minutes: stop looking after this time; what was found is written
-        jobs: processes that compile candidates ahead: half of the cores and at most 8 unless given
+        minutes: stop the search after this time; the best tiles so far are written
     """
-    from nsa.bench.tune import TunePlan, bench_tune
+    from nsa.bench.tune import bench_tune
 
-    _in_range("nsa bench tune", 0, jobs=jobs)
     point = _point(shape, seqs, tokens, dtype)
-    plan = TunePlan(**point, kernel=kernel, out=out, minutes=minutes, jobs=jobs)
-    return 0 if bench_tune(plan, _device()) else 1
+    return 0 if bench_tune(**point, kernel=kernel, out=out, minutes=minutes) else 1
 
 
-def guard(
+def report(
     rows: tuple[str, ...],
     *,
-    baseline: tuple[str, ...] | None = None,
+    out: Path | None = None,
+    guard: tuple[str, ...] | None = None,
     tolerance: float = 0.05,
 ) -> int:
-    """Compare ratios with committed rows.
+    """Make a report from measured rows, or compare them with earlier ones.
 
-    Ratios to dense attention, of time and of memory, are compared with those of committed rows from
-    the same kind of GPU. Exit code 1 if one is worse by more than the tolerance, or if a row is
-    wrong.
+    A table with ratios and targets. With --out also a page with plots: times over length, ratios to
+    dense attention, memory. With --guard the ratios to dense attention, of time and of memory, are
+    compared with those of a baseline from the same kind of GPU; exit code 1 if one is worse by more
+    than the tolerance, or if a row is wrong. For example
+      nsa bench report mine.jsonl --out report
+      nsa bench report mine.jsonl --guard committed
 
     Args:
-        rows: files of new rows
-        baseline: files or folders of rows to compare with (default those that the package carries)
-        tolerance: share by which a ratio may be worse
+        rows: files of rows, or folders of them
+        out: folder for report.md and its plots
+        guard: files or folders of baseline rows; committed: those that the package carries
+        tolerance: fraction by which a ratio may be worse
     """
-    from nsa.bench import guard
+    from nsa.bench.report import guard as compare
+    from nsa.bench.report import write_report
     from nsa.bench.rows import read_rows
+    from nsa.bench.table import result_table
 
-    where = "nsa bench guard"
+    where = "nsa bench report"
     check(tolerance >= 0, where, "--tolerance", "be at least 0", tolerance)
-    new = row_files(where, "ROWS", rows)
-    known = carried_rows("results")
-    if baseline is not None:
-        known = row_files(where, "--baseline", baseline)
-    known = [path for path in known if path.resolve() not in {other.resolve() for other in new}]
-    lines, passed = guard.guard(read_rows(new), read_rows(known), tolerance)
+    files = row_files(where, "ROWS", rows)
+    new = read_rows(files)
+    print(write_report(new, out) if out is not None else result_table(new))
+    if guard is None:
+        return 0
+    known = [] if COMMITTED not in guard else carried_rows("results")
+    known += row_files(where, "--guard", [path for path in guard if path != COMMITTED])
+    own = {path.resolve() for path in files}
+    baseline = read_rows([path for path in known if path.resolve() not in own])
+    lines, passed = compare(new, baseline, tolerance)
     print("\n".join(lines))
     return 0 if passed else 1
 
 
-def report(rows: tuple[Path, ...], *, out: Path) -> int:
-    """Make a report from measured rows.
-
-    With plots, from rows alone: times over length, ratios to dense attention, memory, targets.
-
-    Args:
-        rows: files of rows
-        out: folder for report.md and its plots
-    """
-    from nsa.bench.report import write_report
-    from nsa.bench.rows import read_rows
-
-    print(write_report(read_rows(row_files("bench report", "ROWS", [*map(str, rows)])), out))
-    return 0
-
-
 def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
-    """Files of rows: those named, and those in named folders, which may hold other files too.
+    """Return files of rows: named files, and those in named folders, which may contain others.
 
     Raises:
-        ValueError: one does not exist.
+        ValueError: a path does not exist.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -413,10 +372,10 @@ def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
 
 
 def carried_rows(*folders: str) -> list[Path]:
-    """Files of the rows that this project measured: in a wheel, or in ``benchmarks/``.
+    """Return files of committed rows, from the wheel or from ``benchmarks/``.
 
     Args:
-        folders: of them, for example ``results``.
+        folders: folders of ``benchmarks``, for example ``results``.
     """
     inside = _PACKAGE / "benchmarks"
     root = inside if inside.is_dir() else _PACKAGE.parent / "benchmarks"
@@ -433,14 +392,18 @@ def _rows_in(folder: Path) -> list[Path]:
     return found
 
 
+def _shape(text: str) -> Any:
+    from nsa.bench.cases import parse_shape
+
+    return parse_shape(text)
+
+
 def _point(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str, Any]:
     import torch
 
-    from nsa.bench.points import parse_shape
-
     _in_range("nsa bench", 1, tokens=tokens)
-    lengths, kind = _lengths(seqs), getattr(torch, dtype)
-    return {"shape": parse_shape(shape), "seqs": lengths, "tokens": tokens, "dtype": kind}
+    found = {"shape": _shape(shape), "seqs": _lengths(seqs), "tokens": tokens}
+    return {**found, "dtype": getattr(torch, dtype), "device": _device()}
 
 
 def _in_range(where: str, least: int, **given: int | None) -> None:
@@ -451,18 +414,16 @@ def _in_range(where: str, least: int, **given: int | None) -> None:
 
 def _lengths(text: str, option: str = "--seqs") -> list[int]:
     words = text.split(",")
-    if not all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words):
-        rule = f"be lengths from 1 to {_MOST:,} with commas between them"
-        fail("nsa bench", option, rule, repr(text), "For example: 2048,65536")
+    fits = all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words)
+    rule = f"be lengths from 1 to {_MOST:,} with commas between them"
+    check(fits, "nsa bench", option, rule, repr(text), "For example: 2048,65536")
     return [int(word) for word in words]
 
 
 def _points(text: str) -> list[tuple[int, int]]:
-    found = [
-        re.fullmatch(r"([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?", word) for word in text.split(",")
-    ]
-    points = [(int(each[1]), int(each[2] or 1)) for each in found if each]
-    fits = all(found) and all(tokens * sequences <= _MOST for tokens, sequences in points)
+    found = re.findall(r"(?:^|,)([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?(?=,|$)", text)
+    points = [(int(tokens), int(sequences or 1)) for tokens, sequences in found]
+    fits = len(points) == text.count(",") + 1 and all(a * b <= _MOST for a, b in points)
     rule = "be tokens of context or TOKENSxSEQUENCES, with commas between them"
     hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."
     check(fits, "nsa bench decode", "--points", rule, repr(text), hint)
@@ -470,7 +431,7 @@ def _points(text: str) -> list[tuple[int, int]]:
 
 
 def _words(option: str, text: str | None, known: Collection[str]) -> list[str]:
-    """Words with commas between them, each once; None means all that are known."""
+    """Split words at commas, each once; None means all that are known."""
     words = list(known) if text is None else list(dict.fromkeys(text.split(",")))
     for word in words:
         check(word in known, "nsa bench", option, f"be among {', '.join(known)}", repr(word))
@@ -487,15 +448,14 @@ def _device() -> Any:
 COMMANDS = Group(
     "Measure this library's speed and compare it with others.\n"
     "Also: tune the tiles of its kernels for this GPU, and make a report. How to repeat the\n"
-    "committed figures, and what each field of a row means: docs/benchmarks.md.",
+    "committed measurements, and what each field of a row means: docs/benchmarks.md.",
     {
         "attention": Command(attention, "bench"),
         "train": Command(train, "train"),
-        "scaling": Command(scaling, "train"),
         "host": Command(host, "bench"),
         "decode": Command(decode, "train"),
+        "consumers": Command(consumers, "bench"),
         "tune": Command(tune, "bench"),
-        "guard": Command(guard, "bench"),
         "report": Command(report, "bench"),
     },
 )

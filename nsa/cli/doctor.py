@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.bench.points import parse_shape
+from nsa.bench.cases import parse_shape
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.extras import CORE, EXTRAS, install_command, missing
@@ -56,7 +56,7 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
 
     Args:
         shape: also report which kernels run for these heads, see
-            :func:`nsa.bench.points.parse_shape`.
+            :func:`nsa.bench.cases.parse_shape`.
         seq_len: tokens of the longest sequence, with ``shape``.
         dtype: ``bf16``, ``fp16`` or ``fp32``, with ``shape``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,37 @@ from nsa.bench.rows import Row
 
 WRONG = {"correct": False, "ms_p50": None, "ms_p20": None, "ms_p80": None, "note": "dq is wrong"}
 H200 = {"gpu": "NVIDIA H200"}
+SOUND: dict[str, Any] = {
+    "run_id": "run",
+    "device": "cuda",
+    "gpu": "NVIDIA Test",
+    "driver": None,
+    "torch": "2.11.0",
+    "triton": None,
+    "commit": "abc",
+    "dirty": False,
+    "date": "2026-01-02T03:04:05+00:00",
+    "case": "attention",
+    "provider": "nsa",
+    "shape": "seed",
+    "seq_len": 2048,
+    "batch": 32,
+    "dtype": "bfloat16",
+    "mode": "fwd",
+    "ms_p50": 1.0,
+    "ms_p20": 0.9,
+    "ms_p80": 1.1,
+    "tflops_useful": 100.0,
+    "peak_mib": 64.0,
+    "correct": True,
+    "errors": {"out": 0.001},
+    "timing": "cuda graph",
+}
 
 
 def make_row(**values: Any) -> Row:
-    """A sound row, with these differences."""
-    sound: dict[str, Any] = dict.fromkeys(field.name for field in fields(Row))
-    sound |= {"run_id": "run", "device": "cuda", "gpu": "NVIDIA Test", "torch": "2.11.0"}
-    sound |= {"commit": "abc", "dirty": False, "date": "2026-01-02T03:04:05+00:00"}
-    sound |= {"case": "attention", "provider": "nsa", "shape": "seed", "choice": "random"}
-    sound |= {"seq_len": 2048, "batch": 32, "dtype": "bfloat16", "mode": "fwd"}
-    sound |= {"ms_p50": 1.0, "ms_p20": 0.9, "ms_p80": 1.1, "tflops_useful": 100.0}
-    sound |= {"peak_mib": 64.0, "correct": True, "errors": {"out": 0.001}, "timing": "cuda graph"}
-    sound |= {"samples": 50, "kernels": ["a_kernel"], "kernel_us": {"a_kernel": 10.0}}
-    return Row(**{**sound, **values})
+    """A correct row with these differences."""
+    return Row(**{**SOUND, **values})
 
 
 def training(provider: str, ms: float, **values: Any) -> Row:
@@ -34,7 +52,7 @@ def training(provider: str, ms: float, **values: Any) -> Row:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> Path:
-    """A file of rows; its folder is made."""
+    """Write a file of rows; its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
     return path

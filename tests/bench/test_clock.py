@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.bench import clock
-from nsa.bench.clock import kernel_times, peak_mib, percentiles, short_name, time_call
+from nsa.bench.clock import peak_mib, percentiles, profiled, short_name, time_call
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_percentiles_are_of_one_call() -> None:
     samples = [float(sample) for sample in (50, 10, 30, 20, 40, 60, 70, 80, 100, 90, 110)]
     timing = percentiles(samples, 10, "cuda graph")
-    assert (timing.p20, timing.p50, timing.p80) == (3.0, 6.0, 9.0)
+    assert (timing.p20, timing.p50, timing.p80, timing.mean) == (3.0, 6.0, 9.0, 6.0)
     assert (timing.samples, timing.method) == (11, "cuda graph")
 
 
@@ -28,7 +28,7 @@ def test_the_cpu_is_timed_by_the_clock() -> None:
     assert (timing.method, timing.samples, len(calls)) == ("cpu", 3, 5)  # two to warm up
     assert 0 <= timing.p20 <= timing.p50 <= timing.p80 < 100
     assert peak_mib(lambda: None, CPU) is None
-    assert kernel_times(lambda: None, CPU) == {}
+    assert profiled(lambda: None, CPU) == {}
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,13 @@ def test_kernels_are_what_the_profiler_saw_on_the_gpu(monkeypatch: pytest.Monkey
     events = [event("void b_kernel<4>(int)", 2.0), event("void b_kernel<8>(int)", 3.0)]
     events += [event("a_kernel", 1.0), event("cudaLaunchKernel", 9.0, "CPU")]
     events += [event("Memcpy DtoD", 9.0), event("Memset (Device)", 9.0)]
-    seen = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: seen)
+    trace = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: trace)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     calls: list[int] = []
-    assert kernel_times(lambda: calls.append(1), CUDA) == {"a_kernel": 1.0, "b_kernel": 5.0}
+    kernel_us = {"a_kernel": 1.0, "b_kernel": 5.0}
+    seen = {"launches": 5, "gpu_ms": 0.024, "kernel_us": kernel_us, "kernels": [*kernel_us]}
+    assert profiled(lambda: calls.append(1), CUDA) == seen
     assert len(calls) == 2  # once before, so that nothing compiles or allocates under the profiler
 
 

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from benchmarks import speedup_chart
-from nsa.bench.rows import read_rows
-from nsa.bench.targets import targets
+from nsa.bench.rows import read_rows, targets
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -30,7 +29,7 @@ def number(cell: str) -> float:
 def test_speeds_of_training_are_those_of_rows() -> None:
     rows = read_rows([RESULTS / "h200-train.jsonl"])
     known = {round(row.tokens_per_s) for row in rows if row.tokens_per_s is not None}
-    bounds = [bound for target in targets()[1] for bound in (target.target, target.stretch)]
+    bounds = [target[name] for target in targets()["targets"] for name in ("target", "stretch")]
     known |= {round(bound) for bound in bounds if bound is not None}
     rows_of_page = table("docs/reports/throughput.md", "Speed and targets")
     cells = [cell for row in rows_of_page for cell in row]

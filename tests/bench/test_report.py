@@ -1,91 +1,243 @@
-"""The report is made from rows alone."""
+"""Rows, targets, tables, the report and the guard."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from nsa import cli
-from nsa.bench.report import newest_rows, of_one_batch, series, write_report
-from nsa.bench.rows import Row
+from nsa.bench.report import guard, of_one_batch, series, write_report
+from nsa.bench.rows import (
+    Row,
+    figures,
+    is_void,
+    newest_rows,
+    origin,
+    outcomes,
+    reaches,
+    read_rows,
+    targets,
+)
+from nsa.bench.table import Results, result_table
 from nsa.errors import UserError
-from tests.bench.rows import H200, WRONG, make_row, training, write_rows
+from nsa.train import environment
+from tests.bench.rows import H200, SOUND, WRONG, make_row, training, write_rows
 
-NAME = "bfloat16-nvidia-h200"
-
-
-def rows() -> list[Row]:
-    """Dense attention grows with S, this library does not and is twice as slow at 2,048."""
-    made = []
-    for seq_len, dense, ours in ((2048, 1.0, 2.0), (8192, 4.0, 2.0), (65_536, 32.0, 2.0)):
-        for mode, factor in (("fwd", 1.0), ("fwd_bwd", 3.0)):
-            point = {"seq_len": seq_len, "batch": 65_536 // seq_len, "mode": mode, **H200}
-            times = {"ms_p50": factor * dense, "peak_mib": 100.0}
-            made.append(make_row(**point, provider="dense-cudnn", **times))
-            made.append(make_row(**point, ms_p50=factor * ours, peak_mib=300.0))
-    window = {"case": "attention.window", **H200}
-    return [*made, make_row(**window, ms_p50=0.5), make_row(**window, mode="fwd_bwd", **WRONG)]
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+LATER: dict[str, Any] = {"run_id": "newer", "date": "2026-02-01T00:00:00+00:00"}
 
 
-def report(made: list[Row], folder: Path) -> tuple[str, list[str]]:
-    """Text and plots of a report."""
-    text, files = write_report(made, folder).read_text(), sorted(folder.glob("*.png"))
-    assert all(f"]({file.name})" in text for file in files)
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files)
-    return text, [file.name for file in files]
+# --- Rows
+def test_every_field_is_explained() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert not [field.name for field in fields(Row) if f"`{field.name}`" not in page]
 
 
-def test_report(tmp_path: Path) -> None:
-    text, plots = report(rows(), tmp_path / "new")
-    assert "## seed, choice random, bfloat16, NVIDIA H200" in text
-    row = "| nsa | 65,536 | 1 | fwd | 2 (0.9 to 1.1) | 100 | 300 | 0.0625 | 3 |  |"
-    assert f"{row} 0.0625 of dense-cudnn: target 0.32 pass, stretch 0.22 pass |" in text
-    window = "attention.window, nsa, seed, random, S 2,048"
-    assert f"- missed: {window}, fwd: 0.5: target 0.36 FAIL, stretch 0.28 FAIL" in text
-    assert f"- {window}, fwd_bwd: dq is wrong" in text
-    assert "| run | NVIDIA H200 | 2.11.0 | abc | 2026-01-02T03:04:05+00:00 |" in text
-    assert plots == [f"{kind}-seed-random-{NAME}.png" for kind in ("memory", "ratio", "time")]
+def test_committed_rows_are_read() -> None:
+    folders = ("results", "memory", "consumers", "switches")
+    files = [file for name in folders for file in (ROOT / "benchmarks" / name).glob("*.jsonl")]
+    assert len(read_rows(files)) > 300
+    old = read_rows([ROOT / "benchmarks/results/h200-train.jsonl"])
+    assert {(row.changed is None, row.is_masked) for row in old} == {(True, False)}
 
 
-def test_what_approximate_patterns_find(tmp_path: Path) -> None:
-    selection = {"case": "attention.choice", **H200}
-    variant = {"coarse_block_size": 256}
-    coarse = make_row(**selection, provider="coarse", recall=0.73, variant=variant)
-    text, _ = report([make_row(**selection, recall=1.0), coarse], tmp_path)
-    assert "| time of nsa | recall | differs |" in text
-    assert "| 1 | 0.730 | coarse_block_size 256 |" in text
+@pytest.mark.parametrize("correct", [False, None])
+def test_no_time_without_a_correct_result(correct: bool | None) -> None:
+    with pytest.raises(AssertionError, match="without a correct result"):
+        make_row(correct=correct, note="wrong")
+    with pytest.raises(AssertionError, match="says why"):
+        make_row(**{**WRONG, "correct": correct, "note": None})
 
 
-def test_report_of_training(tmp_path: Path) -> None:
-    made = []
-    for seq_len, dense, ours in ((2048, 100.0, 150.0), (65_536, 700.0, 200.0)):
-        point = {"seq_len": seq_len, "batch": 65_536 // seq_len, "mfu": 0.4, **H200}
-        for name, ms in (("dense", dense), ("nsa", ours)):
-            made.append(training(name, ms, **point, peak_mib=3 * ms, loss_nats=2.5))
-    made.append(training("slow", 400.0, **point, variant={"optim.lr": 0.1}, changed={"seed": 1}))
-    text, plots = report(made, tmp_path)
-    cells = "436,907 | 0.4 | 100 | 450 | 1.5 void | 1.5 |  | 2.500 |  |  |"
-    speed = "436,907 tokens/s: target 430,000 pass, stretch 550,000 FAIL"
-    targets = f"{speed}; 1.5 MiB of dense: target 1.5 pass |"
-    assert f"| nsa | 2,048 | 32 | fwd_bwd | 150 (0.9 to 1.1) | {cells} {targets}" in text
-    assert "| 0.571 | 0.0305 | 2 |  | optim.lr 0.1 | seed 1 |  |" in text
-    kinds = ("memory", "mfu", "ratio", "speed")
-    assert plots == [f"train-{kind}-seed-model-{NAME}.png" for kind in kinds]
+def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, made = tmp_path / "new" / "rows.jsonl", list[Row]()
+    given = {name: SOUND[name] for name in SOUND if name not in origin(CPU)}
+    for changes in ({"ms_p50": 1.23456789}, {**WRONG, "variant": {"lr": 1.23456789}}):
+        results = Results(path, CPU)  # the second appends
+        results.add(**{**given, **changes})
+        assert results.finish() == (changes.get("correct") is None)
+        made += results.rows
+    assert read_rows([path]) == made
+    assert (made[0].ms_p50, made[1].variant) == (1.23457, {"lr": 1.23456789})
+    assert capsys.readouterr().out.startswith(f"run {made[0].run_id} on cpu, commit ")
 
 
-def test_runs_within_documents_have_a_section_and_say_how_they_went(tmp_path: Path) -> None:
-    masked = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32}}
-    went = {"slowest_over_median": 1.5, "compilations_after_5": 2, "host_ms_p50": 9.0}
-    ours = training("nsa", 160.0, **H200, **masked, **went, first_step_s=30.0)
-    unmasked = training("dense-unmasked", 80.0, **H200)
-    text, plots = report([training("nsa", 150.0, **H200), ours, unmasked], tmp_path)
-    documents = text.index("## seed, choice model, document masks, bf")
-    assert text.index("## seed, choice model, bf") < documents
-    assert "| 2 | 2 | 1.50 | 9.0 | 30.0 | micro_batch 32 |" in text[documents:]
-    names = [f"train-speed-seed-model-{part}{NAME}.png" for part in ("", "document-masks-")]
-    assert set(names) < set(plots)
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "argument after ** must be a mapping, not list"),
+        (json.dumps({"case": "x"}), "required positional arguments: 'run_id', 'device'"),
+        (json.dumps({**SOUND, "speed": 1}), "unexpected keyword argument 'speed'"),
+        (json.dumps({**SOUND, "correct": False}), "a time without a correct result"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, why: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [make_row()])
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:3: the line must be a row") as caught:
+        read_rows([path])
+    assert why in str(caught.value)
+
+
+def test_the_commit_is_git_s_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    code: dict[str, Any] = {"commit": None, "dirty": None, "note": "no git"}
+    monkeypatch.setattr(environment, "code_version", lambda: code)
+    assert [origin(CPU, given)["commit"] for given in ("abc", None)] == ["abc", None]
+    code.update(commit="def", dirty=True)
+    here = origin(CPU, "abc")
+    assert [here[name] for name in ("commit", "dirty", "device", "gpu")] == [
+        "def",
+        True,
+        "cpu",
+        None,
+    ]
+    assert here["run_id"] != origin(CPU)["run_id"]
+
+
+# --- Targets
+def said(row: Row, *others: Row) -> list[str]:
+    return [text for text, _ in outcomes(row, figures([*others, row]))]
+
+
+WHOLE = {"seq_len": 65_536, "mode": "fwd_bwd", "batch": 1, **H200}
+DENSE = make_row(**WHOLE, provider="dense-cudnn", ms_p50=50.0)
+OURS = make_row(**WHOLE, ms_p50=10.0)
+SELECTED = {"case": "attention.selected", "seq_len": 8192, **H200}
+TRAINED = [
+    training("dense", 65_536 / 700, **H200, peak_mib=1000.0),
+    training("nsa", 65_536 / 500, **H200, peak_mib=1600.0),
+]
+STEP = {"case": "decode.attention", "shape": "wide", "seq_len": 65_536, "mode": "step", **H200}
+FAST = make_row(**STEP, provider="dense-scan", ms_p50=7.0, of_copy=0.76)
+LAYER = {"case": "host.module", "dtype": "bfloat16", "batch": 1, **H200}
+TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        (
+            [make_row(case="attention.window", **H200, ms_p50=0.3)],
+            ["0.3: target 0.36 pass, stretch 0.28 FAIL"],
+        ),
+        ([make_row(case="attention.window", ms_p50=0.3)], []),  # another GPU
+        ([OURS, DENSE], ["0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL"]),
+        ([OURS, replace(DENSE, run_id="another")], []),
+        ([OURS, replace(DENSE, batch=2)], []),
+        (
+            [make_row(**SELECTED, choice="shared16", ms_p50=1.5), make_row(**SELECTED, ms_p50=2.0)],
+            ["0.75 of random: target 0.8 pass"],
+        ),
+        (
+            TRAINED[::-1],
+            [
+                "500,000 tokens/s: target 430,000 pass, stretch 550,000 FAIL",
+                "1.6 MiB of dense: target 1.5 FAIL",
+            ],
+        ),
+        # targets are of whole sequences
+        ([replace(row, settings={"document_mask": True}) for row in TRAINED[::-1]], []),
+        (
+            [make_row(**STEP, ms_p50=1.0), FAST, replace(FAST, provider="dense-fa2", ms_p50=9.0)],
+            ["7 times dense: target 6.5 pass, stretch 9 FAIL"],
+        ),
+        ([FAST], ["0.76 of copy bandwidth: target 0.75 pass"]),
+        # of the fastest alone
+        ([replace(FAST, provider="dense-fa2", ms_p50=9.0), FAST], []),
+        (
+            [make_row(**LAYER, ms_p50=2.2, launches=25), make_row(**LAYER, provider="llama")],
+            [
+                "2.2 of llama: target 3 pass, stretch 2 FAIL",
+                "25 launches: target 30 pass, stretch 20 FAIL",
+            ],
+        ),
+        (
+            [
+                training("nsa", 1.0, **TWO),
+                training("nsa", 1.0, **{**TWO, "num_gpus": 1}, run_id="a"),
+            ],
+            ["1 of one: target 1.85 FAIL"],
+        ),
+    ],
+)
+def test_targets(rows: list[Row], shown: list[str]) -> None:
+    assert said(*rows) == shown
+
+
+@pytest.mark.parametrize("other", [{"cuda_graphs": True}, {"compile": True}, {"parameters": 2}])
+def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str, Any]) -> None:
+    settings = {"parameters": 1, "compile": False, "cuda_graphs": False, "checkpointing": "none"}
+    two = training("buckets", 1.0, **TWO, settings={**settings, "bucket_mib": 10})
+    one = training("nsa", 1.0, **{**TWO, "num_gpus": 1, "tokens_per_s": 1e6}, settings=settings)
+    one = replace(one, run_id="another")
+    different = replace(one, settings={**settings, **other}, tokens_per_s=1.2e6)
+    assert "  1.86" in result_table([one, different, two]).splitlines()[3]
+    assert "1.86" not in result_table([different, two])
+    assert "1.86" not in result_table([replace(one, commit="b"), two])
+
+
+def test_the_file_of_targets_is_sound() -> None:
+    keys = [(target["unit"], *target["where"].items()) for target in targets()["targets"]]
+    assert len(keys) == len(set(keys))
+    for target in targets()["targets"]:
+        if target["stretch"] is not None:
+            assert target["stretch"] != target["target"]
+            assert reaches(target["unit"], target["target"], target["stretch"])
+
+
+@pytest.mark.parametrize(
+    ("dense", "ours"),
+    [
+        (training("dense", 65_536 / 600, **H200), training("nsa", 65_536 / 500, **H200)),
+        (replace(FAST, of_copy=0.74), make_row(**STEP, ms_p50=1.0)),
+    ],
+)
+def test_a_ratio_to_a_slow_dense_is_void(dense: Row, ours: Row) -> None:
+    assert is_void(ours, figures([dense, ours]))
+    better = replace(dense, of_copy=0.76, tokens_per_s=661e3)
+    assert not is_void(ours, figures([better, ours]))
+    assert " void" in result_table([dense, ours])
+
+
+# --- The report
+def test_table() -> None:
+    failed = make_row(**WHOLE, provider="narrow", **WRONG)
+    lines = result_table([DENSE, OURS, failed]).splitlines()
+    assert lines[1].split()[-3:] == ["1", "1", "5"]
+    assert lines[2].endswith("0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL")
+    where = "attention, narrow, seed, random, S 65,536, fwd_bwd"
+    assert lines[3] == f"without a time: {where}: dq is wrong"
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    window = make_row(case="attention.window", **H200, ms_p50=0.5)
+    selection = {"case": "attention.choice", "seq_len": 4096, **H200}
+    masked: dict[str, Any] = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32}}
+    variant: dict[str, Any] = {"variant": {"coarse_block_size": 256}, "recall": 0.73}
+    rows = [
+        *(DENSE, OURS, window, replace(window, mode="fwd_bwd", **WRONG)),  # type: ignore[arg-type]
+        make_row(**selection, recall=1.0),
+        make_row(**selection, provider="coarse", ms_p50=2.0, **variant),
+        training("nsa", 160.0, **H200, **masked, loss_nats=2.5),
+    ]
+    parts = (rows[:3], rows[3:])
+    files = [str(write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(parts)]
+    out = tmp_path / "new" / "out"
+    assert cli.main(["bench", "report", *files, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out / 'report.md'}\n"
+    text = (out / "report.md").read_text()
+    assert text == Path(__file__).with_name("report.txt").read_text()
+    plots = list(out.glob("*.png"))
+    assert len(plots) == 5
+    assert all(f"]({file.name})" in text for file in plots)
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in plots)
 
 
 def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
@@ -95,31 +247,122 @@ def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
     assert [(row.seq_len, row.batch) for row in shown] == [(65_536, 1), (2048, 32)]
     found = series(shown, {}, lambda row, by: row.ms_p50)
     assert found == {("nsa", "fwd"): [(2048, 2048), (65_536, 65_536)]}
+    model = {"case": "decode.model", "mode": "step"}
+    steps = [make_row(**model, batch=1), make_row(**model, batch=64), make_row(case="decode.model")]
+    assert of_one_batch(steps) == steps[:1]
 
 
-def test_report_from_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {"a.jsonl": rows()[:6], "b.jsonl": rows()[6:]}
-    files = [str(write_rows(tmp_path / name, some)) for name, some in parts.items()]
-    words = ["bench", "report", *files, "--out", str(tmp_path / "out")]
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'report.md'}\n"
-
-
-def test_without_a_figure_there_is_no_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must hold at least one figure"):
-        write_report([rows()[-1]], tmp_path / "new")
+def test_without_a_time_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must contain at least one time"):
+        write_report([make_row(**WRONG)], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_the_newest_row_of_a_kind_counts() -> None:
-    old, new = make_row(), make_row(ms_p50=2.0, date="2026-02-01T00:00:00+00:00")
+    old, new = make_row(), make_row(ms_p50=2.0, date=LATER["date"])
     wrong = make_row(**WRONG, date="2026-03-01T00:00:00+00:00")
     for order in ([old, new, wrong], [wrong, new, old]):
         assert newest_rows(order) == [new]
-    others = [make_row(mode="fwd_bwd"), make_row(batch=1), make_row(gpu="other")]
-    assert len(newest_rows([old, *others])) == 4
+    others: list[dict[str, Any]] = [
+        {"mode": "fwd_bwd"},
+        {"batch": 1},
+        {"gpu": "other"},
+        {"num_gpus": 2},
+    ]
+    assert len(newest_rows([old, *(make_row(**other) for other in others)])) == 5
 
 
-def test_rows_of_different_runs_are_not_divided(tmp_path: Path) -> None:
-    text, _ = report([replace(row, run_id=row.provider) for row in rows()], tmp_path)
-    assert "of dense-cudnn: target" not in text
+# --- The guard
+SETTINGS = {"micro_batch": 32, "compile": True, "cuda_graphs": True, "checkpointing": "none"}
+
+
+def pair(ms: float, dense_ms: float = 4.0, *, mib: float = 90.0, **values: Any) -> list[Row]:
+    """This library's attention and dense attention in one run."""
+    dense = make_row(**values, provider="dense-cudnn", ms_p50=dense_ms, peak_mib=30.0)
+    return [dense, make_row(**values, ms_p50=ms, peak_mib=mib)]
+
+
+def steps(ms: float, dense_ms: float = 4.0, **values: Any) -> list[Row]:
+    return [training("dense", dense_ms, **values), training("nsa", ms, **values)]
+
+
+def decoding(ms: float, dense_ms: float = 4.0) -> list[Row]:
+    step = {"case": "decode.attention", "shape": "wide", "mode": "step"}
+    slow = make_row(**step, provider="dense-fa2", ms_p50=9.0)
+    return [
+        slow,
+        make_row(**step, provider="dense-scan", ms_p50=dense_ms),
+        make_row(**step, ms_p50=ms),
+    ]
+
+
+COUNTS = "2 ratios compared, {} worse by more than {}%, 0 without a baseline, 0 wrong rows"
+
+
+@pytest.mark.parametrize("made", [pair, steps, decoding])
+def test_ratios_and_not_times_are_compared(made: Any) -> None:
+    lines, passed = guard(made(4.0, 8.0), made(2.0, 4.0), 0.05)  # a GPU of half the clock
+    assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
+    lines, passed = guard(made(2.11), made(2.0), 0.05)
+    assert (lines[-1], passed) == (COUNTS.format(1, 5), False)
+    assert [line.split()[-1] for line in lines[1:3]] == ["WORSE", "ok"]
+    assert guard(made(2.11), made(2.0), 0.06)[1]
+
+
+def refused(rows: list[Row], baseline: list[Row]) -> bool:
+    with pytest.raises(UserError, match="have a ratio with a baseline"):
+        guard(rows, baseline, 0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"micro_batch": 2},
+        {"compile": False},
+        {"cuda_graphs": False},
+        {"checkpointing": "full"},
+        {"document_mask": True},
+        {"gpu": "another"},
+    ],
+    ids=str,
+)
+def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
+    of_row: dict[str, Any] = {"gpu": other["gpu"]} if "gpu" in other else {}
+    settings = {**SETTINGS, **other}
+    known = steps(2.0, settings={**SETTINGS, "document_mask": False})
+    assert refused(steps(3.0, settings=settings, **of_row), known)
+    faster = steps(1.0, settings={**settings, "loss_chunk": 1024}, **LATER, **of_row)
+    new = steps(2.0, settings={**SETTINGS, "telemetry": True})
+    lines, passed = guard(new, [*known, *faster], 0.05)
+    assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
+
+
+def test_what_the_guard_compares() -> None:
+    lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)  # memory, too
+    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "WORSE"]
+    unmasked = replace(steps(2.0)[1], provider="dense-unmasked")  # no ratio of this library
+    lines, _ = guard([*steps(2.0), unmasked], steps(2.0), 0.05)
+    assert lines[-1] == COUNTS.format(0, 5)
+    assert guard(pair(4.0), [*pair(4.0, **LATER), *pair(2.0)], 0.05)[1]  # the newest baseline
+    assert refused(pair(2.0)[1:], pair(2.0))  # without dense attention
+    slow = steps(2.0, 4.0, **H200, tokens_per_s=600e3)  # dense misses its target
+    assert refused(slow, steps(2.0, 4.0, **H200, tokens_per_s=700e3))
+    lines, passed = guard([*pair(2.0), make_row(**WRONG)], pair(2.0), 0.05)
+    assert not passed
+    assert "wrong: attention, nsa, seed, random, S 2,048, fwd: dq is wrong" in lines
+
+
+def test_the_guard_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "results"
+    write_rows(folder / "old.jsonl", pair(2.0))
+    new = str(write_rows(folder / "new.jsonl", pair(3.0)))
+    (folder / "of-another-kind.jsonl").write_text('{"processes": 2}\n', encoding="utf-8")
+    words = ["bench", "report", new, "--guard", str(folder)]  # which contains the new rows
+    assert cli.main(words) == 1
+    assert "+50.0%" in capsys.readouterr().out
+    assert cli.main([*words, "--tolerance", "0.6"]) == 0
+    assert cli.main(["bench", "report", new, "--guard", "committed"]) == 2  # another GPU
+    assert cli.main([*words[:-1], str(tmp_path / "gone")]) == 2
+    rule = "--guard must be a file or folder of rows that exists"
+    assert rule in capsys.readouterr().err

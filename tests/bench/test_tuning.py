@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nsa.bench import clock, tune
-from nsa.bench.rows import Origin
 from nsa.errors import UserError
 from nsa.ops._triton import tuning
 from nsa.ops._triton.tuning import (
@@ -33,7 +32,7 @@ from nsa.train.telemetry.progress import RunReport
 
 KEY = TileKey("window_attention_fwd", 64, 2)
 DATE = "2026-01-02T03:04:05+00:00"
-ORIGIN = Origin("run", "cuda", "NVIDIA Test", "1", "2.11.0", "3.6.0", "abc", False, DATE)
+ORIGIN = {"gpu": "NVIDIA Test", "torch": "2.11.0", "triton": "3.6.0", "date": DATE}
 
 
 def table_file(folder: Path, rows: list[Any], gpu: str = "NVIDIA Test") -> Path:
@@ -245,7 +244,7 @@ class Compiles:
 def tuned(monkeypatch: pytest.MonkeyPatch, work: Compiles) -> tune.Bench:
     """A bench of this operator, which is not timed."""
     monkeypatch.setattr(tune, "compiled_kernels", lambda: dict(work.loaded))
-    monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1, ""))
+    monkeypatch.setattr(tune, "time_call", lambda *_: clock.Timing(1.0, 1.0, 1.0, 1.0, 1, ""))
     bench = object.__new__(tune.Bench)
     case = SimpleNamespace(name="attention.window")
     cpu = torch.device("cpu")
@@ -278,7 +277,7 @@ def test_the_walk_stops_when_time_is_up(minutes: float, monkeypatch: pytest.Monk
 
     bench.__dict__.update(measure=measure, fault=fault)
     task = tune.Task(KEY, "fwd", START, (2048,))
-    assert tune._tune(bench, task, None, time.monotonic() + minutes) == (
+    assert tune.tune_kernel(bench, task, time.monotonic() + minutes) == (
         START,
         {"ms": {2048: 1.0}},
         "wrong",

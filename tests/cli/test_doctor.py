@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa import NSAConfig, cli, extras
-from nsa.bench.points import parse_shape
+from nsa.bench.cases import parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nsa import cli, configs
-from nsa.bench.variants import parse_variant, split_variant
+from nsa.bench.attention import parse_variant, split_variant
 from nsa.config import NSAConfig
 from nsa.errors import UsageError, UserError
 from nsa.train.load import load_config, settings
@@ -127,7 +127,7 @@ def test_commands_of_the_measurements_are_taken():
             found = cli.parse(words)
             assert found is not None
             for variant in found[1]["variant"] or []:
-                assert dataclasses.replace(SEED, **parse_variant(variant).config) != SEED
+                assert dataclasses.replace(SEED, **parse_variant(variant).variant) != SEED
 
 
 def test_there_are_commands():
@@ -140,7 +140,7 @@ def test_there_are_commands():
         "nsa trian 78m",
         "nsa train 78m --world-siez 2",
         "nsa train 78m --world-size 2",  # its global batch is another
-        "torchrun --nproc-per-node 2 -m nsa bench scaling 78m --paralel.strategy fsdp",
+        "torchrun --nproc-per-node 2 -m nsa bench train --paralel.strategy fsdp",
         "nsa bench train --variant eager:compiled=false",
         'nsa bench train "${set[@]}"  # remark',
     ],

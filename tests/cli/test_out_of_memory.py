@@ -198,7 +198,6 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
         ("train tiny.yaml --run-dir new", 16),
         (profile, 16),
         (f"{BENCH} cpu", 16),
-        ("bench scaling tiny.yaml", 16),
         ("eval run", 4),
         ("generate run --prompt a", 4),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,22 +11,19 @@ from unittest import mock
 import pytest
 import torch
 
-from nsa.bench import attention, cases, decode_model, tune
-from nsa.bench.attention import Plan, bench_attention
+from nsa.bench import attention, cases, clock, decode, tune
+from nsa.bench.attention import PROVIDERS, Work, bench_attention
+from nsa.bench.cases import Point, Shape, make_tensors, parse_shape
 from nsa.bench.clock import Timing
-from nsa.bench.decode_attention import prepare_attention
-from nsa.bench.implementations import IMPLEMENTATIONS, Work, override_tiles
-from nsa.bench.points import Point, Shape, make_tensors, parse_shape
 from nsa.bench.rows import read_rows
-from nsa.bench.variants import Variant
 from nsa.config import NSAConfig
 from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
-from nsa.ops._triton.tuning import TileKey
+from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 
 SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
 SMALL |= {"num_selected_blocks": 4, "window_size": 32}
-NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, "not timed")
+NOT_TIMED = Timing(1.0, 1.0, 1.0, 1.0, 1, "not timed")
 OPERATORS = ("compress", "compressed", "choice", "window", "combine")
 CASES = [f"attention.{name}" for name in OPERATORS]
 
@@ -54,43 +52,31 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed() -> None:
     point, config = Point(shape, 128, 1, "random", torch.float32, cpu), shape.config(SMALL)
     case = cases.CASES["attention.window"]
     problem = cases.prepare(case, make_tensors(point, config), point, config, "triton")
-    work = IMPLEMENTATIONS["nsa"].work(problem)
+    work, seen = PROVIDERS["nsa"].work(problem), set[str]()
     for mode in case.modes * 4:
         work.run(mode)
-    overrides = {f"window_attention_{name}": {"rows": 16} for name in ("fwd", "dq", "dkv")}
-    with override_tiles(overrides) as unused:
+
+    def choose(key: TileKey, tile: Tile) -> Tile:
+        seen.add(key.kernel)
+        return tile._replace(rows=16)
+
+    with tiles_chosen_by(choose):
         work.run("fwd_bwd")
-    assert not unused
+    assert seen == {f"window_attention_{name}" for name in ("fwd", "dq", "dkv")}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_pass_the_gate_and_a_variant_is_looked_up(
-    case: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attention, "time_call", lambda *_, **__: NOT_TIMED)
-    variants = [
-        Variant("small", config=SMALL),
-        Variant("tiles", config=SMALL, tiles={"*": {"rows": 16}}),
-    ]
-    plan = Plan(
-        parse_shape("3x1x16x16"),
-        [128],
-        tokens=128,
-        cases=[case],
-        providers=["small"],
-        variants=variants,
-        dtype=torch.float32,
-        out=tmp_path / "rows.jsonl",
-        budget_ms=1,
-    )
-    assert bench_attention(plan, torch.device("cpu"))
-    rows = read_rows([tmp_path / "rows.jsonl"])
-    assert all(row.correct for row in rows if row.provider == "small")
-    tuned = case in ("attention.compressed", "attention.choice", "attention.window")
-    assert all(row.correct is (True if tuned else None) for row in rows if row.provider == "tiles")
-    assert {row.provider for row in rows} == {"small", "tiles"}
+def test_kernels_pass_the_gate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "time_call", lambda *_, **__: NOT_TIMED)
+    small = replace(PROVIDERS["nsa"], name="small", variant=SMALL)
+    monkeypatch.setattr(attention, "parse_variant", lambda text: small)
+    out, cpu = tmp_path / "rows.jsonl", torch.device("cpu")
+    given: dict[str, Any] = {"tokens": 128, "dtype": torch.float32, "providers": []}
+    shape = parse_shape("3x1x16x16")
+    assert bench_attention(shape, [128], cpu, cases=[case], variants=["small"], out=out, **given)
+    rows = read_rows([out])
+    assert rows
+    assert all(row.correct and row.variant == SMALL for row in rows)
 
 
 @pytest.mark.parametrize("provider", ["nsa", "dense-scan"])
@@ -101,13 +87,15 @@ def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider: str) 
 
     cpu = torch.device("cpu")
     point = Point(Small("small", 4, 2, 16, 16), 200, 2, "random", torch.float32, cpu)
-    step, errors = prepare_attention(provider, point), dict[str, float]()
+    step = decode.attention_step(provider, point)
     for _ in range(2):
-        step.compare(errors)
-    assert 0 < errors["out"] < 1e-6
+        verdict = step.check()
+        assert verdict.correct
+        assert 0 < verdict.errors["out"] < 1e-6
     # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
     keys = 49 + (3 * 16 + 8) + 32 if provider == "nsa" else 200
-    assert step.bytes_read == 2 * 2 * keys * 2 * 16 * 4  # B, Hkv, keys, with values, bytes
+    # B, Hkv, keys, with values, bytes
+    assert step.work() == {"tokens": 2, "read": 2 * 2 * keys * 2 * 16 * 4}
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -118,11 +106,10 @@ def test_bytes_of_a_models_step(attention: Any) -> None:
     with ExitStack() as stack:
         for place in ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection"):
             stack.enter_context(mock.patch(f"{place}.choose_backend", return_value="triton"))
-        stack.enter_context(mock.patch.object(decode_model, "DTYPE", torch.float32))
-        work = decode_model.prepare_step(config, 200, 1, 1, torch.device("cpu"))
-        work.call()
-        assert work.count_bytes is not None
-        found = work.count_bytes()
+        stack.enter_context(mock.patch.object(decode, "DTYPE", torch.float32))
+        step = decode.model_step(config, 200, 1, 1, torch.device("cpu"))
+        step.call()
+        found = step.work()["read"]
     # Of 201 tokens 49 compressed keys, the last block with 9 of its 16 tokens, the window; a dense
     # model's are those of the step before.
     keys = 49 + (3 * 16 + 9) + 32 if attention == "nsa" else 200

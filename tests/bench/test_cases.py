@@ -1,30 +1,40 @@
-"""Shapes, inputs whose selection is shared, random selections."""
+"""Shapes, inputs whose selection is shared, random selections, useful work."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa import check_inputs, select_blocks
-from nsa.bench.cases import CASES, prepare
-from nsa.bench.points import (
+from nsa.bench.cases import (
+    CASES,
     CHOICES,
     SHAPES,
     Point,
+    Problem,
     batch_of,
-    hand_made_selection,
+    given_selection,
     make_tensors,
     parse_shape,
+    prepare,
+    useful_work,
 )
 from nsa.errors import UserError
+from nsa.ops._sequences import open_sequences
+from nsa.ops._visibility import visible_compressed, visible_tokens, visible_window
+from nsa.ops.selected.reference import visible_selected
 from nsa.testing import packed_offsets
 from nsa.testing.sampled import assert_legal
+from tests.bench.test_gate import SMALL
+
+SHAPE, CPU = parse_shape("4x2x16x32"), torch.device("cpu")
 
 
 def point(choice: str, seq_len: int = 1024, batch: int = 2, shape: str = "6x2x16x32") -> Point:
-    cpu = torch.device("cpu")
-    return Point(parse_shape(shape), seq_len, batch, choice, torch.float32, cpu)
+    return Point(parse_shape(shape), seq_len, batch, choice, torch.float32, CPU)
 
 
 def test_shapes() -> None:
@@ -35,9 +45,6 @@ def test_shapes() -> None:
     for text in ("sead", "12x2x64", "12x2x64x64x1", "12x5x64x64", "-1x1x64x64", "12x2x60x64"):
         with pytest.raises(UserError):
             parse_shape(text)
-
-
-def test_the_seed_shape_always_has_as_many_tokens() -> None:
     seed, wide = SHAPES["seed"], SHAPES["wide"]
     assert [batch_of(seed, s, None) for s in (2048, 65_536, 131_072)] == [32, 1, 1]
     assert [batch_of(wide, 128, tokens) for tokens in (None, 1024)] == [1, 8]
@@ -47,8 +54,7 @@ def test_the_seed_shape_always_has_as_many_tokens() -> None:
 def test_inputs_are_independent_unless_a_selection_is_shared(choice: str) -> None:
     group = CHOICES[choice]
     x = make_tensors(point(choice), point(choice).shape.config())
-    assert x["q"].shape == (2, 1024, 6, 16)
-    assert x["dout"].shape == (2, 1024, 6, 32)
+    assert (x["q"].shape, x["dout"].shape) == ((2, 1024, 6, 16), (2, 1024, 6, 32))
     first, second, last = (x["q"][:, row].flatten() for row in (0, 1, group))
     assert (torch.cosine_similarity(first, second, dim=0) > 0.99) == (group > 1)
     assert not torch.equal(first, second)  # own noise
@@ -57,7 +63,7 @@ def test_inputs_are_independent_unless_a_selection_is_shared(choice: str) -> Non
 
 
 def shared(block_indices: Tensor, group: int) -> float:
-    """Share of the blocks of late queries that the first query of their group selects, too."""
+    """Fraction of the blocks of late queries that the first query of their group selects, too."""
     ids = block_indices[0, 1024:].unflatten(0, (-1, group))
     return float((ids[:, 1:, ..., None] == ids[:, :1, ..., None, :]).any(-1).float().mean())
 
@@ -71,7 +77,7 @@ def test_shared_selections_are_really_shared(choice: str) -> None:
         x = prepare(CASES["attention.choice"], base, at, config, "reference").tensors
         selected = select_blocks(x["q"], x["k_cmp"], x["lse"], config)
         assert low < shared(selected, CHOICES[choice]) <= high
-        assert low < shared(hand_made_selection(at, config), CHOICES[choice]) <= high
+        assert low < shared(given_selection(at, config), CHOICES[choice]) <= high
 
 
 @pytest.mark.parametrize("choice", sorted(CHOICES))
@@ -79,7 +85,7 @@ def test_shared_selections_are_really_shared(choice: str) -> None:
 def test_random_selections_are_legal(choice: str, seq_len: int) -> None:
     at = point(choice, seq_len)
     config = at.shape.config({"num_selected_blocks": 6})
-    ids = hand_made_selection(at, config)
+    ids = given_selection(at, config)
     assert (ids.shape, ids.dtype) == ((2, seq_len, 2, 6), torch.int32)
     offsets, positions = packed_offsets([seq_len] * 2), torch.arange(seq_len)
     check_inputs(config, cu_seqlens_q=offsets, block_indices=ids.flatten(0, 1))
@@ -91,3 +97,47 @@ def test_random_selections_are_legal(choice: str, seq_len: int) -> None:
         assert bool((ids == forced[..., None]).any(-1).all())
     if seq_len > 1000:
         assert not torch.equal(ids[:, :, 0], ids[:, :, 1])  # groups of heads select by themselves
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 8, 16, 17, 64, 65, 200])
+def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
+    at, config = Point(SHAPE, seq_len, 3, "random", torch.float32, CPU), SHAPE.config(SMALL)
+    q = torch.zeros(1, seq_len, config.num_heads, config.head_dim)
+    sequences = open_sequences("test", q, (1, seq_len), None, None, None, None, "reference")
+    selection = given_selection(replace(at, batch=1), config).flatten(0, 1)
+    selected = visible_selected(selection, config, sequences)
+    pairs = {
+        "window": int(visible_window(sequences, config).sum()),
+        "compressed": int(visible_compressed(sequences, config).sum()),
+        "selected": int(selected[:, 0].sum()),
+    }
+    whole = Problem(CASES["attention"], at, config, {})
+    heads, forward, both = 3 * 4, 2 * 16 + 2 * 32, (2 * 16 + 2 * 32) + (6 * 16 + 4 * 32)
+    dense = heads * int(visible_tokens(sequences).sum()) * forward
+    assert useful_work(whole, backward=False, dense=True) == {"flops": dense}
+    assert useful_work(whole, backward=True) == {"flops": heads * sum(pairs.values()) * both}
+    for name, count in pairs.items():
+        problem = replace(whole, case=CASES[f"attention.{name}"])
+        assert useful_work(problem, backward=False) == {"flops": heads * count * forward}
+        assert useful_work(problem, backward=True) == {"flops": heads * count * both}
+    selection_alone = replace(whole, case=CASES["attention.choice"])
+    scores = {"flops": heads * pairs["compressed"] * 2 * 16}
+    assert useful_work(selection_alone, backward=False) == scores
+
+
+COMPRESS = {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}
+COMBINE = dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "forward", "both"),
+    [("compress", COMPRESS, 26, 52), ("combine", COMBINE, 8 * 5, 8 * (5 + 1 + 4 + 4))],
+)
+def test_useful_bytes_count_each_tensor_as_often_as_it_must_move(
+    case: str, sizes: dict[str, int], forward: int, both: int
+) -> None:
+    at = Point(SHAPE, 64, 1, "random", torch.float32, CPU)
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    problem = Problem(CASES[f"attention.{case}"], at, SHAPE.config(), tensors)
+    assert useful_work(problem, backward=False) == {"bytes": 4 * forward}
+    assert useful_work(problem, backward=True) == {"bytes": 4 * both}

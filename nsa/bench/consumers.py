@@ -1,0 +1,154 @@
+"""``nsa bench consumers``: four ways to attend to selected blocks, with the time of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+
+from nsa.bench.attention import Work
+from nsa.bench.cases import CASES, MODES, Point, Shape, batch_of, make_tensors, prepare
+from nsa.bench.clock import Subject, measure, time_call
+from nsa.bench.gate import Gate
+from nsa.bench.table import Results
+from nsa.config import NSAConfig
+from nsa.ops.selected import selected_attention
+from nsa.ops.selection import blocks_to_ranges
+
+TILE = 128  # queries and keys that FlexAttention computes or skips together
+QUERIES = 32_768  # of one SDPA call: a CUDA grid has at most 65,535 programs in two dimensions
+
+
+def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
+    """FlexAttention's mask of block indices ``[B, S, Hkv, n]``.
+
+    ``mask`` looks an element up by query and block; ``ranges`` compares it with the merged token
+    ranges of its query.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length, size, group = ids.shape[1], config.block_size, config.group_size
+    tiles, wide = -(-length // TILE), TILE // size
+    places = torch.where(ids >= 0, ids, tiles * wide).long().transpose(1, 2)
+    chosen = places.new_zeros(*places.shape[:3], tiles * wide + 1, dtype=torch.bool)
+    chosen = chosen.scatter_(-1, places, value=True)[..., :-1]
+    merged = blocks_to_ranges(ids, config) if by == "ranges" else ids
+
+    def looked_up(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return chosen[batch, head // group, row, key // size] & (key <= row)
+
+    def in_ranges(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        inside = row < 0
+        for i in range(merged.shape[3]):
+            begin, end = (merged[batch, row, head // group, i, side] for side in (0, 1))
+            inside = inside | ((key >= begin) & (key < end))
+        return inside
+
+    padded = pad(chosen, (0, 0, 0, tiles * TILE - length)).unflatten(2, (tiles, TILE))
+    some = padded.unflatten(-1, (tiles, wide)).any(-1).any(3).repeat_interleave(group, dim=1)
+    order = some.int().argsort(dim=-1, descending=True, stable=True).int()
+    rule, number = in_ranges if by == "ranges" else looked_up, some.sum(-1, dtype=torch.int32)
+    sizes: dict[str, Any] = {"BLOCK_SIZE": TILE, "seq_lengths": (length, length)}
+    return BlockMask.from_kv_blocks(number, order, mask_mod=rule, **sizes)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
+    """Attend by FlexAttention, compiled on a GPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    attend: Callable[..., Tensor] = compiled if q.is_cuda else flex_attention
+    inputs = (x.transpose(1, 2) for x in (q, k, v))
+    return attend(*inputs, block_mask=made, enable_gqa=True).transpose(1, 2)
+
+
+def gathered_rows(ids: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Rows of the selected blocks among all blocks, and which of their keys each query sees."""
+    (batch, length, heads, _), size = ids.shape, config.block_size
+    first = torch.arange(batch * heads, device=ids.device).view(batch, 1, heads, 1)
+    rows = first * -(-length // size) + ids.clamp(min=0)
+    keys = ids[..., None] * size + torch.arange(size, device=ids.device)
+    t = torch.arange(length, device=ids.device)[:, None, None, None]
+    seen = (ids[..., None] >= 0) & (keys <= t)
+    return rows.flatten(0, 1), seen.view(batch * length, heads, 1, -1)
+
+
+def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
+    """Copy the selected keys and values of every query, and attend by SDPA."""
+    size, (batch, length, heads) = config.block_size, k.shape[:3]
+    missing = -length % size
+
+    def copied(x: Tensor, rows: Tensor) -> Tensor:  # the gradient of an embedding adds up in fp32
+        blocks = pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, size)).movedim(3, 1)
+        table = blocks.reshape(batch * heads * blocks.shape[2], -1)
+        return embedding(rows, table).view(*rows.shape[:2], -1, x.shape[-1])
+
+    queries = q.reshape(batch * length, heads, -1, q.shape[-1])
+    parts = zip(*(x.split(QUERIES) for x in (queries, *made)), strict=True)
+    attend = scaled_dot_product_attention
+    out = [attend(some, copied(k, at), copied(v, at), attn_mask=seen) for some, at, seen in parts]
+    return torch.cat(out).view(*q.shape[:3], -1)
+
+
+# What each consumer makes from the block indices, and how it attends with it.
+CONSUMERS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "indices": (lambda ids, config: ids, lambda *given: selected_attention(*given)[0]),
+    "mask": (partial(block_mask, by="mask"), attend_flex),
+    "ranges": (partial(block_mask, by="ranges"), attend_flex),
+    "gather": (gathered_rows, attend_gathered),
+}
+
+
+def bench_consumers(
+    shape: Shape,
+    seqs: Sequence[int],
+    device: torch.device,
+    *,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    choices: Sequence[str] = ("random",),
+    out: Path | None = None,
+    commit: str | None = None,
+) -> bool:
+    """Measure, print and write rows; return whether every row that ran is correct."""
+    case, config = CASES["attention.selected"], shape.config()
+    results = Results(out, device, commit)
+    for choice, seq_len in product(choices, seqs):
+        point = Point(shape, seq_len, batch_of(shape, seq_len, tokens), choice, dtype, device)
+        gate = Gate(prepare(case, make_tensors(point, config), point, config, "reference"))
+        for name, mode in product(CONSUMERS, MODES):
+            make = partial(_subject, name, mode, gate)
+            row = {"case": "consumers", "provider": name, "mode": mode, **point.fields()}
+            results.add(**row, **measure(make, device, is_ours=name == "indices"))
+    return results.finish()
+
+
+def _subject(name: str, mode: str, gate: Gate) -> Subject:
+    """A call that makes what attention needs from the block indices, and attends."""
+    problem, (make, attend) = gate.problem, CONSUMERS[name]
+    x, config, device = problem.tensors, problem.config, problem.point.device
+    torch.compiler.reset()  # compile each point on its own, with its static shapes
+    needs_grad = mode == "fwd_bwd"  # FlexAttention on a CPU has no backward pass
+    leaves = {leaf: x[leaf].detach().requires_grad_(needs_grad) for leaf in problem.case.inputs}
+    make = partial(make, x["block_indices"], config)
+    made = make()
+    whole = Work(lambda: (attend(*leaves.values(), make(), config),), leaves, (x["dout"],))
+    alone = Work(lambda: (attend(*leaves.values(), made, config),), leaves, (x["dout"],))
+
+    def stages() -> dict[str, Any]:
+        each = {"make": make, "attention": partial(alone.run, mode)}
+        times = {stage: time_call(call, device).p50 for stage, call in each.items()}
+        return {"stages_ms": {stage: round(ms, 5) for stage, ms in times.items()}}
+
+    return Subject(
+        partial(whole.run, mode),
+        lambda: gate.check(problem.named(whole.run(mode), leaves)),
+        work=lambda: {"tokens": problem.point.tokens},
+        extra=stages,
+    )
