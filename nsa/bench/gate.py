@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,17 +15,16 @@ from nsa.bench.cases import CASES, Problem, Tensors, prepare
 from nsa.config import NSAConfig
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
-from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
+from nsa.testing import assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
-    SampledAttention,
-    SampledCompression,
-    SampledWhole,
+    Phi,
+    Sample,
+    SampledSelection,
+    Values,
     assert_legal,
     sample_rows,
-    sampled_compressed,
-    sampled_selected,
     sampled_selection,
-    sampled_window,
+    sampled_values,
 )
 from nsa.train.execution.precision import autocast
 
@@ -35,11 +34,11 @@ SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
-_SAMPLED: Mapping[str, Callable[..., SampledAttention]] = {
-    "attention.compressed": sampled_compressed,
-    "attention.selected": sampled_selected,
-    "attention.window": sampled_window,
-    "dense": sampled_window,  # a window as long as the sequence
+_BRANCHES = {
+    "attention.compressed": "cmp",
+    "attention.selected": "slc",
+    "attention.window": "win",
+    "dense": "win",  # a window as long as the sequence
 }
 
 
@@ -218,68 +217,50 @@ class Gate:
     def _expected(self, case: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """By result: which rows are sampled, the baseline there, and the oracle."""
         if case not in self._known:
-            baseline, oracle = (
-                {
-                    name: (rows, values)
-                    for rows, found in self._sampled(case, dtype)
-                    for name, values in found.items()
-                }
-                for dtype in (self.problem.point.dtype, torch.float64)
-            )
+            dtypes = self.problem.point.dtype, torch.float64
+            baseline, oracle = (self._sampled(case, dtype) for dtype in dtypes)
             self._known[case] = {name: (*baseline[name], oracle[name][1]) for name in oracle}
         return self._known[case]
 
-    def _sampled(self, case: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
-        """Rows, and the values of results there, computed in ``dtype``."""
+    def _sampled(self, case: str, dtype: torch.dtype) -> Values:
+        """Rows and values of results, computed in ``dtype``."""
         x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
-        if case == "attention":
-            yield from self._sampled_whole(dtype)
-        elif case == "attention.combine":  # its rows do not depend on each other
+        sample, rope = self._sample(queries), Rope.from_config(config)
+        if case == "attention":  # over the block indices that were checked
+            assert self._block_indices is not None
+            whole = {**x, "block_indices": self._block_indices.flatten(0, 1)}
+            return sampled_values(case, whole, sample, config, dtype, Phi(rope=rope))
+        if case == "attention.combine":  # its rows do not depend on each other
             inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
             leaves = {name: y.requires_grad_() for name, y in inputs.items()}
             (out,) = self.problem.case.call(leaves, config, "reference")
             dout = x["dout"][queries].to(dtype)
             gradients = torch.autograd.grad(out, list(leaves.values()), dout)
             named = zip((f"d{name}" for name in leaves), gradients, strict=True)
-            yield queries, {"out": out.detach(), **dict(named)}
-        elif case == "attention.compress":
-            for kind, rope in (("k", Rope.from_config(config)), ("v", None)):
-                raw = f"{kind}_cmp_raw"
-                compression = SampledCompression(x[raw], None, config, self._offsets, rope)
-                y = compression.at_blocks(self._blocks, dtype)["y"]
-                yield self._blocks, {f"{kind}_cmp": y}
-                dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
-                yield keys, {f"d{raw}": dx}
-        else:
-            label = {"attention.compressed": "cmp", "attention.window": "win"}.get(case, "slc")
-            args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
-            if case == "attention.selected":
-                args.append(x["block_indices"])
-            if case == "dense":
-                seq_len = self.problem.point.seq_len
-                config = replace(config, window_size=seq_len)
-                keys = keys[keys % seq_len >= seq_len - _TAIL]
-            branch = _SAMPLED[case](*args, config, cu_seqlens_q=self._offsets)
-            yield queries, branch.at_queries(queries, dtype, x["dout"])
-            keys = self._blocks if label == "cmp" else keys
-            found = branch.at_keys(keys, dtype, x["dout"])
-            yield keys, {f"{name}_{label}": gradient for name, gradient in found.items()}
+            return {name: (queries, y) for name, y in (("out", out.detach()), *named)}
+        if case == "attention.compress":
+            found: Values = {}
+            for kind, phi in (("k", Phi(rope=rope)), ("v", Phi())):
+                given = {"x": x[f"{kind}_cmp_raw"], "dout": x[f"d{kind}_cmp"]}
+                blocks = sample._replace(queries=self._blocks)
+                values = sampled_values("compress", given, blocks, config, dtype, phi)
+                found |= {f"{kind}_cmp": values["y"], f"d{kind}_cmp_raw": values["dx"]}
+            return found
+        name = _BRANCHES[case]
+        label = "slc" if case == "dense" else name
+        given = {"q": x["q"], "k": x[f"k_{label}"], "v": x[f"v_{label}"], "dout": x["dout"]}
+        if name == "slc":
+            given["block_indices"] = x["block_indices"]
+        if case == "dense":
+            seq_len = self.problem.point.seq_len
+            config = replace(config, window_size=seq_len)
+            keys = keys[keys % seq_len >= seq_len - _TAIL]
+        keys = self._blocks if name == "cmp" else keys
+        values = sampled_values(name, given, sample._replace(keys=keys), config, dtype)
+        return {f"{n}_{label}" if n in ("dk", "dv") else n: found for n, found in values.items()}
 
-    def _sampled_whole(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensors]]:
-        """Whole attention over the block indices that were checked."""
-        x, config, offsets = self._packed, self.problem.config, self._offsets
-        names = [field.name for field in fields(PackedInputs) if field.name in x]
-        inputs = PackedInputs(
-            **{name: x[name] for name in names},
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-        )
-        assert self._block_indices is not None
-        block_indices, rope = self._block_indices.flatten(0, 1), Rope.from_config(config)
-        whole = SampledWhole(inputs, config, block_indices, rope=rope)
-        found = whole.at_queries(self.queries, dtype, x["dout"])
-        yield self.queries, {"out": found.pop("out"), **_gradients(found)}
-        yield self.keys, _gradients(whole.at_tokens(self.keys, dtype, x["dout"]))
+    def _sample(self, queries: Tensor) -> Sample:
+        return Sample(queries, self.keys, self._offsets, self._offsets)
 
     # --- Selection
     def _select(self, backend: str) -> None:
@@ -318,9 +299,8 @@ class Gate:
             absent = (block < 0) | (block > current)
             found = (chosen == block[..., None]).any(-1) | absent
             assert bool(found.all()), "block_indices: a forced block is missing"
-        q = x["q"].flatten(0, 1)
-        sampled = sampled_selection(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
+        sampled = self._selection(x["q"].flatten(0, 1), x["k_cmp"], config)
+        agreement = sampled.agreement(chosen.flatten(0, 1)[self.selections])
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
 
@@ -332,12 +312,15 @@ class Gate:
         x, config = self._packed, self.problem.config
         config = replace(config, coarse_block_size=None, num_coarse_blocks=0)
         config = replace(config, score_precision="exact")
-        sampled = sampled_selection(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        exact, clear = sampled.at_queries(self.selections)
+        sampled = self._selection(x["q"], x["k_cmp"], config)
+        exact, clear = sampled.indices, sampled.clear
         actual = chosen.flatten(0, 1)[self.selections]
         wanted = (exact >= 0) & clear[..., None]
         found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
         return round(float(found.sum() / wanted.sum()), 5)
+
+    def _selection(self, q: Tensor, k_cmp: Tensor, config: NSAConfig) -> SampledSelection:
+        return sampled_selection(q, k_cmp, self._sample(self.selections), config)
 
     # --- Where things lie
     @cached_property
@@ -354,11 +337,6 @@ class Gate:
         blocks = (seq_len - config.compress_block_size) // config.compress_stride + 1
         inside = self.keys % seq_len // config.compress_stride
         return (self.keys // seq_len * blocks + inside)[inside < blocks].unique()
-
-
-def _gradients(found: Mapping[str, Tensor]) -> Tensors:
-    """Gradients by their own names, from those by the names of the inputs."""
-    return {f"d{name}": gradient for name, gradient in found.items()}
 
 
 def approximates(config: NSAConfig) -> bool:

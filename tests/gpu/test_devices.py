@@ -19,7 +19,7 @@ from nsa.train.sampling import Sampling
 from tests.gpu.matrix import MATRIX, SEED, seed_case
 from tests.gpu.test_execution import Step
 from tests.hf.tiny import left_padded
-from tests.ops.checks import CHECKS
+from tests.ops.public import CHECKS
 
 SECOND = "cuda:1"
 MODEL = LMConfig(vocab_size=256, width=256, num_layers=2, nsa=SEED, mlp_hidden_size=512)
