@@ -191,8 +191,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     }.items():
         if argument in metafunc.fixturenames:
             metafunc.parametrize(argument, [x for x in values if x not in setting.left_out])
-    if "setting" in metafunc.fixturenames:
-        metafunc.parametrize("setting", [setting], ids=[""])
+
+
+@pytest.fixture
+def setting(request: pytest.FixtureRequest) -> Setting:
+    found: Setting = request.module.SETTING
+    return found
 
 
 # Calls without a token: of no sequence, of empty ones, and of no query before cached keys.
