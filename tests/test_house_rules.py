@@ -173,31 +173,6 @@ def literal(node: ast.expr) -> str | None:
     return None
 
 
-ERROR_FORM = re.compile(r".+ must .+, got .+")
-
-
-def error_messages(path: str, text: str) -> list[str]:
-    """``<argument> must <rule>, got <value>. <hint>``, most from nsa/errors.py."""
-    found = []
-    for node in nodes(text, ast.Raise):
-        if isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError":
-            message = literal(node.exc.args[0]) if node.exc.args else None
-            if path != "nsa/errors.py" and not ERROR_FORM.fullmatch(message or ""):
-                found.append(f"{path}:{node.lineno} raises ValueError in a form of its own")
-    for call in nodes(text, ast.Call):
-        name = ast.unparse(call.func)
-        if name not in ("check", "fail"):
-            continue
-        given = [literal(argument) or "" for argument in call.args[name == "check" :]]
-        rule, hint = ("".join(given[i : i + 1]) for i in (2, 4))
-        if rule.startswith("must ") or rule.endswith("."):
-            rules = "the rule follows 'must' and has no full stop"
-            found.append(f"{path}:{call.lineno} {rules}: {rule!r}")
-        if hint and not (hint[0].isupper() or hint[0] == "{"):
-            found.append(f"{path}:{call.lineno} the hint is a sentence: {hint!r}")
-    return found
-
-
 # -------------------------------------------------------------------------------------------------
 # sizes and names
 
@@ -275,15 +250,6 @@ RULES: list[tuple[Rule, list[Path], list[tuple[str, str]]]] = [
         [(CACHE, "import os\nos.environ['X'] = '1'"), (CACHE, "from os import getenv")],
     ),
     (no_catch_all, PYTHON, [(CACHE, BARE), (CACHE, BROAD)]),
-    (
-        error_messages,
-        LIBRARY,
-        [
-            (CACHE, "raise ValueError(f'bad value {x}')"),
-            (CACHE, "check(x, 'f', 'a', 'must be positive', x)"),
-            (CACHE, "fail('f', 'a', 'be positive', x, 'try 1')"),
-        ],
-    ),
     (sizes, PYTHON, [(CACHE, "x = 1\n" * (FILE_LINES + 1)), (CACHE, LONG)]),
     (names, PYTHON, [("nsa/ops/utils.py", ""), (CACHE, "class CacheManager: pass")]),
     (no_private_places, sorted({*PYTHON, *TEXT}), [("docs/log.md", "see /wo" + "rk/main")]),
@@ -305,14 +271,6 @@ def test_tree_keeps_the_rule(rule, files, breaks):
 def test_every_module_has_a_layer():
     dotted = [str(path.relative_to(ROOT)).removesuffix(".py").replace("/", ".") for path in LIBRARY]
     assert [name for name in dotted if layer(name) is None] == ["nsa.__init__"]
-
-
-def test_docstrings_do_not_count_and_kernels_may_be_longer():
-    body = "    x = 1\n" * FUNCTION_LINES
-    documented = 'def f():\n    """' + "word\n" * 50 + '    """\n' + body[:-10]
-    assert not sizes(CACHE, documented)
-    assert not sizes(CACHE, "@triton.jit\ndef f():\n" + body)
-    assert not sizes(CACHE, "@kernel(do_not_specialize=[])\ndef f():\n" + body)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def write_documents(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layers", "whole"])
-def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_layer: bool) -> None:
+def test_nothing_is_compiled_in_500_steps(tmp_path, attention, by_layer):
     write_documents(tmp_path / "documents")
     config = tiny_config(
         tmp_path,
@@ -63,7 +63,7 @@ def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_lay
     assert trainer.state.progress.sequence_capacity > 100  # the windows with hundreds of documents
 
 
-def test_kernels_ahead_are_those_of_a_step(tmp_path: Path) -> None:
+def test_kernels_ahead_are_those_of_a_step(tmp_path):
     """What is followed without a GPU is what a step on this one launches, each once or more."""
     data = DataConfig(source="corpus")
     config = tiny_config(tmp_path, model=MODEL, data=data, **ON_GPU, seq_len=2048, telemetry=True)

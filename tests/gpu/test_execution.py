@@ -17,7 +17,6 @@ import triton
 from torch import Tensor
 
 from nsa import NativeSparseAttention
-from nsa.ops.projection.layout import stacked
 from nsa.testing import packed_offsets
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.ops.public import Case
@@ -205,18 +204,6 @@ def test_a_new_length_compiles_no_kernel(name, monkeypatch):
     for lengths in OTHERS:
         step(*lengths)
     assert not compiled
-
-
-def test_weights_of_a_projection_are_neighbours():
-    """One product takes them where they lie, and each has a storage of its own."""
-    module = NativeSparseAttention(64, SEED).to(DEVICE, torch.bfloat16)
-    weights = [weight.detach() for weight in module.projection_weights()]
-    block = stacked(weights, torch.bfloat16)
-    assert block.data_ptr() == weights[0].data_ptr()
-    assert len({w.untyped_storage().data_ptr() for w in weights}) == len(weights)
-    torch._foreach_add_(weights, 1.0)
-    whole = torch.cat(weights)
-    assert torch.equal(block[: len(whole)], whole)
 
 
 REPLAYED_BY_TORCH = """

@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn, like: Case) -> Case:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_random_lengths(name: str, count) -> None:
+def test_random_lengths(name, count):
     counts: Counter[str] = Counter()
     like = MATRIX[name]
 

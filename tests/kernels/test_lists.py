@@ -57,13 +57,13 @@ def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     ids=["short", "32 queries", "with a past", "64 blocks"],
 )
 def test_lists(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    past: int,
-    word: int,
-    group: int,
-    rows: int,
-) -> None:
+    monkeypatch,
+    dtype,
+    past,
+    word,
+    group,
+    rows,
+):
     """Both ways find the same, which is right; all counts are equal."""
     lengths = [70, 0, 33]
     queries, keys = ([n + more * bool(n) for n in lengths] for more in (0, past))
@@ -85,5 +85,5 @@ def test_lists(
     assert results[0] == results[1] == results[2]
 
 
-def test_words_hold_64_blocks_at_most() -> None:
+def test_words_hold_64_blocks_at_most():
     assert [word_of(n) for n in (1, 32, 33, 64, 65, 4096)] == [32, 32, 64, 64, 0, 0]

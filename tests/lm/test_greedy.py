@@ -30,7 +30,7 @@ def check(model_changes: dict[str, Any], prompts: int, count: int, **how: Any) -
         ("mlp", {"chunk": 31, "queries": 8, "num_pages": 60}),
     ],
 )
-def test_some_prompts(phi: str, how: dict[str, Any]) -> None:
+def test_some_prompts(phi, how):
     check({"phi": phi}, 6, 40, **how)
 
 
@@ -38,5 +38,5 @@ def test_some_prompts(phi: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("num_pages", [None, 2300])
-def test_a_hundred_prompts(phi: str, queries: int, num_pages: int | None) -> None:
+def test_a_hundred_prompts(phi, queries, num_pages):
     check({"phi": phi}, 100, 256, chunk=50, queries=queries, num_pages=num_pages)
