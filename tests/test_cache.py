@@ -286,7 +286,7 @@ def test_another_number_of_sequences():
 
 
 def test_cache_of_another_config():
-    """A cache made for another pattern would be read in silence as if it were this one."""
+    """A cache of another pattern would be read silently as if it were of this one."""
     module = layer(small())
     with pytest.raises(ValueError, match=r"cache must .*, got "):
         module(tokens(5), cache=new_cache(small(window_size=16)))
@@ -296,7 +296,7 @@ def test_cache_of_another_config():
     "bad", [torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1, 5], dtype=torch.int32)]
 )
 def test_refused_tokens_leave_the_cache_as_it_was(bad):
-    """An error must not count tokens that were never taken in."""
+    """An error must not count tokens that were never stored."""
     module, x = layer(small()), tokens(60)
     cache = new_cache(module.config)
     module(x[:50], cache=cache)

@@ -89,7 +89,7 @@ def import_arrows(path: str, text: str) -> list[str]:
         if name.split(".")[0] in ("tests", "benchmarks", "tools"):
             found.append(f"{path}:{line} imports {name}")
         elif here is not None and (name.split(".")[0] == "nsa" and (there is None or there > here)):
-            found.append(f"{path}:{line} imports {name}, which lies above it")
+            found.append(f"{path}:{line} imports {name} from a layer above")
     return found
 
 
@@ -116,7 +116,7 @@ def circles(files: dict[str, str]) -> list[str]:
             there = tuple(parts[: max(ends, default=0)])
             pairs = enumerate(zip(here, there, strict=False), start=1)
             split = next((depth for depth, (first, second) in pairs if first != second), None)
-            if split is not None:  # neither lies in the other
+            if split is not None:  # neither contains the other
                 below.setdefault("/".join(here[:split]), set()).add("/".join(there[:split]))
 
     def reached(folder: str) -> set[str]:

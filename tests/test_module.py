@@ -232,23 +232,6 @@ def test_gates_that_start_open_or_closed(bias, middle, hidden):
         assert abs(float(gates.mean()) - middle) < 0.02
 
 
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax", "fixed"])
-def test_gates_at_the_start(gate):
-    torch.manual_seed(0)
-    module = NativeSparseAttention(WIDTH, small(gate=gate))
-    gates = module.gate(tokens(100).float())
-    assert gates.shape == (100, 4, 3)
-    middle = 0.5 if gate == "sigmoid" else 1 / 3
-    assert abs(float(gates.detach().mean()) - middle) < 0.02
-    if gate == "fixed":
-        assert not list(module.gate.parameters())
-        assert bool((gates == 1 / 3).all())
-    elif gate == "softmax":
-        torch.testing.assert_close(gates.sum(-1), torch.ones(100, 4))
-    else:
-        assert distance(gates.sum(-1), torch.ones(100, 4)) > 0.1  # they need not sum to 1
-
-
 # ------------------------------------------------------------------------------
 # gradients
 
@@ -317,7 +300,7 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
 
 
 def test_frozen_scores_still_select():
-    """With the compressed branch off, another k_cmp projection selects other blocks."""
+    """Another k_cmp projection selects other blocks although the compressed branch is off."""
     module, x = layer(small(branches=("slc",))), tokens(257)
     before = module(x)
     with torch.no_grad():
@@ -422,7 +405,7 @@ def test_what_would_not_be_called_is_refused(name, change):
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="needs a C++ compiler")
 @pytest.mark.parametrize("changes", [{}, {"share_kv": True, "phi": "linear"}], ids=str)
 def test_compiled_by_inductor_on_a_cpu(changes):
-    """Of 70 tokens, no multiple of a vector or a block, with gradients."""
+    """70 tokens are no multiple of a vector or a block; gradients are compared, too."""
     module, x = layer(small(block_size=32, **changes)), tokens(70)
     torch.compiler.reset()
     results = []

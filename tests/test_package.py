@@ -82,7 +82,7 @@ class Installed:
         return self._run([sys.executable, "-m", "pip", "--python", str(self.python), *words])
 
     def __call__(self, *words: str, code: int = 0) -> str:
-        """What a command says, started in a folder that holds nothing of this project."""
+        """Output of a command, started in a folder without files of this project."""
         return self._run([str(self.folder / "bin" / words[0]), *words[1:]], code)
 
     def _run(self, words: list[str], code: int = 0) -> str:

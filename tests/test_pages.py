@@ -52,7 +52,7 @@ class Model:
         return Counter(id(page) for pages in self.pages for page in pages)
 
     def tokens(self, b: int) -> list[int]:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return [x for page in self.pages[b] for x in page][: self.lengths[b]]
 
     def reserve(self, counts: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ def changed(model: Model, change: Callable[[Model], None]) -> tuple[Model, bool]
 
 
 def check_pages(pages: Pages, model: Model) -> None:
-    """The same pages are shared by the same sequences, and all others are free."""
+    """Pages are shared by the sequences of the model, and all others are free."""
     uses = model.uses
     assert pages.num_free == NUM_PAGES - len(uses)
     assert [len(x) for x in pages.held] == [len(x) for x in model.pages]
@@ -159,7 +159,7 @@ class Driven:
         self.fails = False
 
     def attention(self, branches: BranchInputs, *_: Any) -> SimpleNamespace:
-        """In place of both functions of a chunk."""
+        """Replaces both functions of a chunk."""
         self.given = branches
         if self.fails:
             raise MemoryError
@@ -201,7 +201,7 @@ class Driven:
             assert found[:, 0].tolist() == [factor * x for x in wanted[name[2:]]], name
 
     def check(self) -> None:
-        """What the cache says of itself."""
+        """Check lengths, pages and tables of the cache."""
         cache, model = self.cache, self.model
         check_pages(cache._pages, model)
         assert cache.lengths == model.lengths
@@ -214,7 +214,7 @@ class Driven:
 
 
 def test_a_step_that_an_error_ended_half_way():
-    """One of two layers has taken in the tokens: a few can be taken back, of many all must go."""
+    """One of two layers has received the tokens: a few can be removed; of many, all must be."""
     torch.manual_seed(0)
     module = NativeSparseAttention(24, small(phi="linear")).double().requires_grad_(False)
     x = torch.randn(150, 24, dtype=torch.float64)

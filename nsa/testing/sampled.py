@@ -51,7 +51,7 @@ Values = dict[str, tuple[Tensor, Tensor]]
 
 
 class Sample(NamedTuple):
-    """Rows that are computed, and where sequences lie.
+    """Rows that are computed, and the offsets of the sequences.
 
     Attributes:
         queries: int64, packed queries of the results.
@@ -147,7 +147,7 @@ class _Branch:
     ) -> None:
         self.name, self.x, self.sample, self.config = name, x, sample, config
         self.dtype, self.scale, self.gate = dtype, scale, gate
-        self.compute = torch.float64 if dtype == torch.float64 else torch.float32
+        self.compute = torch.promote_types(dtype, torch.float32)
         self.k, self.v = (x[kind].to(self.compute) for kind in "kv")
         self.positions = query_positions(x["q"].shape[0], sample.cu_q, sample.cu_k)
         cu_key = compressed_cu_seqlens(sample.cu_k, config) if name == "cmp" else sample.cu_k
@@ -342,21 +342,20 @@ def _attention(
             dy = torch.zeros_like(y).index_copy(0, rows, gradient)
             names = f"d{kind}_cmp_raw", f"dphi_{kind}."
             found |= _raw_gradients(y, leaves, dy, tokens, *names)
-    outs = [results[name]["out"][1] if name in results else None for name in BRANCHES]
-    gates = x["gates"][queries].to(dtype)
+    # Gradients of the gates are sums of products with the branches' outputs.
+    compute = torch.promote_types(dtype, torch.float32)
+    outs = [results[name]["out"][1].to(compute) if name in results else None for name in BRANCHES]
+    gates = x["gates"][queries].to(dtype).to(compute).requires_grad_()
     out = combine_reference((outs[0], outs[1], outs[2]), gates)
-    found["out"] = queries, out
-    if "dout" not in x:
-        return found
-    dout = x["dout"][queries].to(dtype).to(accumulate_dtype(out))
-    dgates = torch.zeros_like(gates)  # a disabled branch gives its gate no gradient
-    for index, branch_out in enumerate(outs):
-        if branch_out is not None:
-            dgates[..., index] = (branch_out.to(dout.dtype) * dout).sum(-1).to(dtype)
-    dq = {name: values["dq"][1] for name, values in results.items()}
-    if "q_cmp" in x and "cmp" in dq:
-        found["dq_cmp"] = queries, dq.pop("cmp")
-    return {**found, "dgates": (queries, dgates), "dq": (queries, sum(dq.values()))}
+    found["out"] = queries, out.detach().to(dtype)
+    if "dout" in x:
+        dout = x["dout"][queries].to(dtype).to(compute)
+        found["dgates"] = queries, torch.autograd.grad(out, gates, dout)[0].to(dtype)
+        dq = {name: values["dq"][1] for name, values in results.items()}
+        if "q_cmp" in x and "cmp" in dq:
+            found["dq_cmp"] = queries, dq.pop("cmp")
+        found["dq"] = queries, sum(dq.values(), torch.zeros((), dtype=dtype, device=out.device))
+    return found
 
 
 def _blocks_of(tokens: Tensor, config: NSAConfig, cu_seqlens: Tensor) -> Tensor:
@@ -381,13 +380,12 @@ def sample_rows(cu_seqlens: Tensor, count: int, seed: int = 0) -> Tensor:
         int64 on the device of ``cu_seqlens``, unique; empty if there is no row.
     """
     offsets = cu_seqlens.long().cpu()
-    full = (offsets[1:] > offsets[:-1]).nonzero()[:, 0]
-    if full.numel() == 0:
-        return full.to(cu_seqlens.device)
-    some = full[torch.linspace(0, full.numel() - 1, min(full.numel(), max(count // 4, 1))).long()]
-    edges = torch.cat((offsets[some], offsets[some + 1] - 1))
+    edges = torch.stack((offsets[:-1], offsets[1:] - 1), 1)[offsets[1:] > offsets[:-1]]
+    some = torch.linspace(0, len(edges) - 1, min(len(edges), max(count // 4, 1))).long()
+    edges = edges[some].flatten()
     generator = torch.Generator().manual_seed(seed)
-    random = torch.randint(int(offsets[-1]), (max(count - edges.numel(), 0),), generator=generator)
+    most = max(count - len(edges), 0) if len(edges) else 0
+    random = torch.randint(int(offsets[-1]) or 1, (most,), generator=generator)
     return torch.cat((edges, random)).unique().to(cu_seqlens.device)
 
 
@@ -398,7 +396,7 @@ def check_sampled(
     name: str,
     factor: float = 2.0,
 ) -> dict[str, Budget]:
-    """Fail unless the sampled rows of ``actual`` lie within the error budget.
+    """Fail unless the sampled rows of ``actual`` keep to the error budget.
 
     Args:
         values: :func:`sampled_values` without its dtype.
@@ -431,7 +429,7 @@ def check_sampled(
 
 # --- Selection
 def assert_legal(block_indices: Tensor, positions: Tensor, config: NSAConfig) -> None:
-    """Fail unless ids ascend, end in -1 if there are fewer, and lie in ``0 .. t // l'``.
+    """Fail unless ids ascend within ``0 .. t // l'``, with -1 at the end if there are fewer.
 
     Args:
         block_indices: ``[..., R, Hkv, n]``.

@@ -249,7 +249,7 @@ def test_fuzz(count):
 @pytest.mark.faults
 @pytest.mark.parametrize("part", range(1, 9))
 def test_fuzz_2000_cases(count, part):
-    """In all at least 1,200 valid ones, 800 of these longer than the selected blocks."""
+    """At least 1,200 cases are valid, and 800 longer than the selected blocks."""
     counts = fuzz(count, 320, part)
     assert counts["valid"] + counts["refused"] >= 2000 / 8
     assert counts["valid"] >= 1200 / 8

@@ -23,7 +23,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "compute_dtype": "bf16"}
 
 
 def write_documents(folder: Path) -> None:
-    """Of one token and of whole windows, hundreds a window and none."""
+    """Documents of one token and of whole sequences, hundreds a sequence and none."""
     folder.mkdir()
     (folder / "long.txt").write_text("the sea and the old stones of it " * 1500)
     for index in range(2000):
@@ -64,7 +64,7 @@ def test_nothing_is_compiled_in_500_steps(tmp_path, attention, by_layer):
 
 
 def test_kernels_ahead_are_those_of_a_step(tmp_path):
-    """What is followed without a GPU is what a step on this one launches, each once or more."""
+    """Launches that are predicted without a GPU are those of a step on this one."""
     data = DataConfig(source="corpus")
     config = tiny_config(tmp_path, model=MODEL, data=data, **ON_GPU, seq_len=2048, telemetry=True)
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))

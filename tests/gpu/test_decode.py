@@ -107,7 +107,7 @@ def filled(
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
 def test_captured_step(phi, queries):
-    """Of two layers: replayed at other lengths, over edges of pages, it gives the eager bits."""
+    """A step of two layers, replayed at other lengths and pages, gives the eager bits."""
     module = layer_of(dataclasses.replace(SEED, phi=phi))
     lengths, batch = (1, 60, 1000, 4090), 4
     eager, captured = (filled(module, lengths, num_layers=2) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Two GPUs in one process: all runs where its tensors lie, whichever device is current."""
+"""Two GPUs in one process: everything runs on the device of its tensors, whichever is current."""
 
 from __future__ import annotations
 

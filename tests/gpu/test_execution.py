@@ -217,7 +217,7 @@ compiled = torch.compile(module, mode="reduce-overhead")
 x = torch.randn(2, 300, 64, device="cuda")
 found = []
 for _ in range(4):
-    module.zero_grad()  # a gradient that lies in a graph's memory cannot be added to
+    module.zero_grad()  # a gradient in a graph's memory cannot be added to
     torch.compiler.cudagraph_mark_step_begin()
     leaf = x.clone().requires_grad_()
     y = compiled(leaf)
@@ -233,7 +233,7 @@ for each in found:
 
 
 def test_replays_of_torch_compile_are_the_first_thing_a_process_does():
-    """What an operator makes at its first call and keeps does not lie in a graph's memory."""
+    """Tensors that an operator makes once and keeps are not in a graph's memory."""
     done = subprocess.run(
         [sys.executable, "-c", REPLAYED_BY_TORCH],
         cwd=ROOT,

@@ -34,7 +34,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 def new_model(**changes: Any) -> NSAForCausalLM:
-    """With random weights in fp32, whose texts do not stop at one token."""
+    """A model with random weights in fp32, whose texts do not repeat one token."""
     torch.manual_seed(0)
     model = NSAForCausalLM(NSALMConfig.of(dataclasses.replace(MODEL, **changes)))
     model.model.head.weight.data *= 20

@@ -164,7 +164,7 @@ def test_compress_beyond_31_bits():
 
 
 def spread_blocks() -> Tensor:
-    """Block 0, the query's own, and blocks spread over what lies before it, without scores."""
+    """Block 0, the query's own, and blocks spread over the tokens before it, without scores."""
     current = torch.arange(TOTAL, device=DEVICE) % CASE.lengths_k[0] // SEED.block_size
     current = current[:, None, None]
     step = torch.arange(SEED.num_selected_blocks, device=DEVICE)

@@ -136,7 +136,7 @@ def test_options_of_the_selection(changes):
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly."""
+    """All compressed keys have the same weight if q is 0: inner blocks tie exactly."""
     case = seed_case(3000)
     x = case.inputs()
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
@@ -149,6 +149,6 @@ def test_ties_go_to_the_lower_block():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_gates_by_softmax(temperature):
-    """Of the sigmoid those of the matrix are."""
+    """The matrix has sigmoid gates."""
     config = of_seed(gate="softmax", gate_temperature=temperature)
     check_project(dataclasses.replace(MATRIX["bf16 G6 D64"], config=config))

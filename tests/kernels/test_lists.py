@@ -25,7 +25,7 @@ def selections(num_queries: int, num_blocks: int, dtype: torch.dtype) -> Tensor:
 def expected(
     found: Tensor, lengths: list[int], past: int, group: int, rows: int
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """By head and number of the tile the blocks with their query masks; see ``find_tile``."""
+    """Blocks with their query masks, by head and index of the tile; see ``find_tile``."""
     lists, begin = dict[tuple[int, int], list[tuple[int, int]]](), 0
     for number, length in enumerate(lengths):
         before = begin * group // rows + number
@@ -44,7 +44,7 @@ def expected(
 
 
 def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
-    """The same of what a kernel gave; masks as whole numbers."""
+    """Blocks with their query masks as a kernel wrote them."""
     count = int(lists.count[head, tile, 2])
     block, mask = lists.block[head, tile, :count], lists.query_mask[head, tile, :count]
     return list(zip(block.tolist(), [m % (1 << 32) for m in mask.tolist()], strict=True))
@@ -64,7 +64,7 @@ def test_lists(
     group,
     rows,
 ):
-    """Both ways find the same, which is right; all counts are equal."""
+    """All ways find the expected lists and equal counts."""
     lengths = [70, 0, 33]
     queries, keys = ([n + more * bool(n) for n in lengths] for more in (0, past))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys))

@@ -101,7 +101,7 @@ def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, row
 
 
 def test_chunks_of_the_seed_shape():
-    """As measured: docs/kernels/range-attention.md."""
+    """Measured: docs/kernels/range-attention.md."""
     assert [
         range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
     ] == [4, 16, 40, 40]
@@ -140,8 +140,8 @@ def test_other_algorithms(algorithm):
 
 
 def test_fewer_entries_make_smaller_chunks(monkeypatch):
-    """By shapes alone, and a power of two; 131,072 entries are two sequences of 2,048 tokens of the
-    seed shape.
+    """Sizes depend on shapes alone and are powers of two; 131,072 entries are two sequences of
+    2,048 tokens of the seed shape.
     """
     monkeypatch.setattr(launch, "BACKWARD_CHUNK", 1024)
     expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
@@ -149,7 +149,7 @@ def test_fewer_entries_make_smaller_chunks(monkeypatch):
 
 
 def test_number_of_segments(monkeypatch):
-    """By shapes alone: one if the rows of slots are small, else four rows of slots a query head."""
+    """One if the partial results are small, else four of them a query head."""
     monkeypatch.undo()
     assert launch.num_segments(2048, 16, 12 * 64 * 2) == 1
     assert launch.num_segments(65536, 16, 12 * 64 * 2) == 4
@@ -320,7 +320,7 @@ def test_selection(name):
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 inner blocks tie exactly, wherever they lie in a step."""
+    """Inner blocks tie exactly if q is 0, wherever they are in a step."""
     config = of_pattern(SMALL, 2)
     q, k, lse = torch.zeros(300, 2, 16), torch.randn(75, 1, 16), torch.zeros(300, 2)
     with tiles_chosen_by(lambda key, _: Tile(16, 4, 4, 1)):

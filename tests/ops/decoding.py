@@ -1,4 +1,4 @@
-"""A decode step by kernels on one case, against fp64: on a GPU, or in Triton's interpreter."""
+"""A decode step by kernels on one case, against fp64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Decoded:
         return [n - self.count for n in self.case.lengths_k]
 
     def rows(self, first: list[int], counts: list[int]) -> Tensor:
-        """Where the tokens from ``first`` on of each sequence lie."""
+        """Packed rows of ``counts`` tokens of each sequence from ``first`` on."""
         starts = self.x.cu_seqlens_k.tolist()
         return torch.cat(
             [torch.arange(n) + a + s for a, n, s in zip(first, counts, starts[:-1], strict=True)]
@@ -148,7 +148,7 @@ class Decoded:
         assert reads.tolist() == self.expected_reads(ids.cpu()).tolist()
 
     def compressed_keys(self) -> Tensor:
-        """Those in the cache, packed."""
+        """Compressed keys in the cache, packed."""
         config, tensors = self.case.config, self.cache.layers[0].tensors
         assert tensors is not None
         assert tensors.k_cmp is not None

@@ -306,7 +306,7 @@ def test_one_hot_gates_are_one_branch(like, setting):
 
 
 def test_order_of_indices_does_not_matter(algorithm, like, setting):
-    """Beyond rounding."""
+    """Results differ by rounding alone."""
     case = setting.case(like, *setting.packed)
     ids = case.block_indices()
     generator = torch.Generator(device=ids.device).manual_seed(6)
@@ -321,7 +321,7 @@ def test_order_of_indices_does_not_matter(algorithm, like, setting):
 
 
 def test_a_block_that_is_named_again_counts_once(algorithm, like, setting):
-    """With the bits of the indices without the repetition, int64 ones too."""
+    """Results have the bits of the indices without the repetition, int64 ones too."""
     case = setting.case(like, *setting.packed)
     ids = case.block_indices()
     repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1).long()
@@ -354,7 +354,7 @@ def test_unchosen_blocks_have_no_gradient(algorithm, like, setting):
 
 
 def test_shifted_positions_change_nothing(setting):
-    """In fp32, with a base whose angles are exact."""
+    """The test is in fp32, with a base whose angles are exact."""
     like = next(case for case in setting.likes.values() if case.dtype == torch.float32)
     config = dataclasses.replace(like.config, rope_theta=256.0, rotary_dim=16)
     case = dataclasses.replace(like, config=config, lengths_k=(setting.one,), lengths_q=None)

@@ -64,7 +64,7 @@ class Case:
         lengths_k, lengths_q: tokens of each sequence; queries None for as many as keys.
         dtype: of everything.
         device: where it runs.
-        dense: whether sequences, all alike, are given as a dense batch.
+        dense: whether sequences, of equal lengths, are given as a dense batch.
         backend: the one under test.
         algorithm: of the selected branch.
         seed: of the inputs.
@@ -137,7 +137,7 @@ def cu(x: PackedInputs) -> dict[str, Any]:
 
 
 def named_tensors(x: PackedInputs) -> dict[str, Tensor]:
-    """What has one row for each token, by name."""
+    """Tensors that have one row for each token, by name."""
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     return {name: getattr(x, name) for name in names}
 
@@ -448,7 +448,7 @@ RUNS: dict[str, Callable[..., Results]] = {
 
 
 def check_project(case: Case) -> None:
-    """Heads unrotated, rotated and both, and gates, of sequences as they lie."""
+    """Heads unrotated, rotated and both, and gates."""
     config = case.config
     rope = Rope.from_config(config)
     pair = (config.num_kv_heads, config.head_dim)

@@ -1,4 +1,4 @@
-"""What PyTorch knows of the operators: opcheck of each, torch.compile of the whole; any device."""
+"""Registration with PyTorch: opcheck of each operator, torch.compile of the whole; any device."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
         for name, values in BAD_VALUES.items()
         for value in values
     },
-    # Kernels take neither fp64 nor what lies on the CPU.
+    # Kernels take neither fp64 nor tensors on the CPU.
     "kernels": ({"backend": "triton"}, "q"),
 }
 # Without the key tokens themselves one token more cannot be noticed: 21 tokens have as many

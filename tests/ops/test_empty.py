@@ -23,7 +23,7 @@ from nsa.lm.model import LanguageModel
 from nsa.ops._backend import as_on_gpu
 from tests.ops.cases import offsets, small
 
-# Leading shapes of inputs of a module, and where their sequences lie.
+# Leading shapes of inputs of a module, and offsets.
 WHERE: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {
     "batch of size 0": ((0, 30), {}),
     "batch of size 0, no length": ((0, 0), {}),

@@ -1,4 +1,4 @@
-"""Weights that lie together in memory, and sequences that are described once for all layers."""
+"""Weights that are neighbours in memory, and sequences described once for all layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_view(module: NativeSparseAttention) -> bool:
 
 
 def test_moved_weights_are_found_where_they_are():
-    """Where one of the weights has been given other memory, it is that memory that counts."""
+    """A weight with other memory is read from there."""
     module = make()
     weight = module.projection_weights()[3]
     weight.data = torch.full_like(weight, 3.0)
@@ -57,7 +57,7 @@ def test_rows_behind_the_memory_are_not_read():
     assert torch.equal(whole, torch.cat([memory, torch.zeros(4, 8)]))
     lay_together(weights)
     assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
-    # Behind some of the weights of a block lie others, not zeros.
+    # Some weights of a block are followed by others, not by zeros.
     assert torch.equal(
         stacked(weights[:1], torch.float32), torch.cat([memory[:5], torch.zeros(11, 8)])
     )

@@ -296,7 +296,7 @@ class Call:
         algorithm: of the selected branch.
         packed: whether there are offsets.
         own_queries: whether the compressed branch has queries of its own.
-        strided: whether inputs lie so that kernels want copies of them.
+        strided: whether inputs have strides that kernels copy.
     """
 
     pattern: NSAConfig = SMALL
@@ -371,7 +371,7 @@ def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Ca
 
 CALLS = {
     "packed": Call(),
-    "alike": Call(packed=False),
+    "dense": Call(packed=False),
     "tiled": Call(algorithm="tiled"),
     "gathered": Call(algorithm="gathered"),
     "copies": Call(strided=True),

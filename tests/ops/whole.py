@@ -27,7 +27,7 @@ class Inputs:
     q_cmp: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with ``change`` applied to every tensor."""
+        """Copy with ``change`` applied to every tensor."""
         tensors = {name: change(x) for name, x in self.tensors.items()}
         q_cmp = None if self.q_cmp is None else change(self.q_cmp)
         phi_k, phi_v = (

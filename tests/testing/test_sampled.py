@@ -49,7 +49,7 @@ def shuffled(count: int, part: int = 1) -> Tensor:
     ids=str,
 )
 def test_rows_are_those_of_the_reference(name, changes, lengths):
-    """In fp64, for all rows and for some in any order."""
+    """All rows in fp64, and some in any order."""
     results = RUNS[name](case_of(lengths, **changes))
     results.check()
     results.check(shuffled(len(results.dout), 2), shuffled(results.num_keys, 3))
@@ -152,7 +152,7 @@ def test_selection_is_that_of_the_reference(changes):
 
 
 def test_ties_are_nowhere_clear_and_near_if_they_differ():
-    """With q = 0 the last queries of 257 tokens have inner blocks that tie exactly."""
+    """Inner blocks of the last queries of 257 tokens tie exactly if q is 0."""
     case, q, k, sample, other = selection()
     rows = torch.arange(9)
     sample = sample._replace(queries=rows)
