@@ -132,13 +132,6 @@ def test_offsets_are_made_on_the_device(shape):
         torch.tensor([0, 70])
 
 
-def test_length_hint_changes_nothing():
-    module, x = layer(small()), tokens(147)
-    cu = offsets((140, 7))
-    for hint in (140, 147, 300):
-        near(module(x, cu_seqlens=cu, max_seqlen=hint), array(module(x, cu_seqlens=cu)))
-
-
 @pytest.mark.parametrize("where", ["middle", "start", "none"])
 @pytest.mark.parametrize("offset", [1, 13, 1000])
 def test_shift_of_all_positions_changes_nothing(where, offset):
@@ -147,14 +140,6 @@ def test_shift_of_all_positions_changes_nothing(where, offset):
     before = module(x, cu_seqlens=cu)
     module.rope = dataclasses.replace(module.rope, position_offset=offset)
     near(module(x, cu_seqlens=cu), array(before), 1e-11)
-
-
-def test_state_survives_copy_and_reload():
-    config = small(phi="mlp", gate_hidden_size=4)
-    module, other, x = layer(config), layer(config, seed=1), tokens(140)
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(x), module(x))
-    assert torch.equal(copy.deepcopy(module)(x), module(x))
 
 
 def test_bf16_autocast_with_fp32_parameters():
@@ -216,13 +201,6 @@ def test_branch_that_is_off_has_no_parameters(branches):
     assert found["gate.net.weight"] == (4 * len(branches), 48)
 
 
-def test_start_values_of_gates():
-    torch.manual_seed(0)
-    gate = dict(NativeSparseAttention(768, small(num_heads=12)).gate.named_parameters())
-    assert not bool(gate["net.bias"].any())
-    assert abs(float(gate["net.weight"].detach().std()) - 0.02) < 0.001
-
-
 @pytest.mark.parametrize("phi", ["linear", "mlp"])
 def test_every_phi_starts_as_the_mean(phi):
     torch.manual_seed(0)
@@ -252,23 +230,6 @@ def test_gates_that_start_open_or_closed(bias, middle, hidden):
     for loop in (lambda part: None, initialize, reset):
         gates = module.apply(loop).gate(tokens(100).float()).detach()
         assert abs(float(gates.mean()) - middle) < 0.02
-
-
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax", "fixed"])
-def test_gates_at_the_start(gate):
-    torch.manual_seed(0)
-    module = NativeSparseAttention(WIDTH, small(gate=gate))
-    gates = module.gate(tokens(100).float())
-    assert gates.shape == (100, 4, 3)
-    middle = 0.5 if gate == "sigmoid" else 1 / 3
-    assert abs(float(gates.detach().mean()) - middle) < 0.02
-    if gate == "fixed":
-        assert not list(module.gate.parameters())
-        assert bool((gates == 1 / 3).all())
-    elif gate == "softmax":
-        torch.testing.assert_close(gates.sum(-1), torch.ones(100, 4))
-    else:
-        assert distance(gates.sum(-1), torch.ones(100, 4)) > 0.1  # they need not sum to 1
 
 
 # ------------------------------------------------------------------------------
@@ -306,9 +267,11 @@ def test_no_gradient_is_missing_when_nothing_is_compressed(branches, share_kv, p
             assert not bool(grad(parameter).any()), name
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("phi", ["linear", "mlp"])
+@pytest.mark.parametrize("where", ["middle", "none"])
+def test_gradcheck(phi, where):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "compress_hidden_size": 2, "gate_hidden_size": 2}
-    module = layer(small(**sizes, value_dim=16, phi="mlp"))
+    module = layer(small(**sizes, value_dim=16, phi=phi, compress_rope=where))
     names = [name for name, _ in module.named_parameters()]
     x = tokens(90)
 
@@ -337,7 +300,7 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
 
 
 def test_frozen_scores_still_select():
-    """With the compressed branch off, another k_cmp projection selects other blocks."""
+    """Another k_cmp projection selects other blocks although the compressed branch is off."""
     module, x = layer(small(branches=("slc",))), tokens(257)
     before = module(x)
     with torch.no_grad():
@@ -349,26 +312,6 @@ def test_frozen_scores_still_select():
 
 # ------------------------------------------------------------------------------
 # mistakes
-
-
-@pytest.mark.parametrize("shape", [(10, WIDTH + 1), (WIDTH,), (2, 3, 4, WIDTH)])
-def test_input_of_a_wrong_shape(shape):
-    with pytest.raises(ValueError, match=r"^x must .*48.*, got "):
-        layer(small())(torch.zeros(shape).double())
-
-
-@pytest.mark.parametrize(
-    ("shape", "cu_seqlens"),
-    [
-        ((2, 5), offsets((5, 5))),  # a dense batch
-        ((10,), offsets((9,))),
-        ((10,), torch.tensor([1, 10], dtype=torch.int32)),
-        ((10,), torch.tensor([0, 10])),
-    ],
-)
-def test_bad_offsets(shape, cu_seqlens):
-    with pytest.raises(ValueError, match=r"^cu_seqlens\w* must .*, got .*\.$"):
-        layer(small())(tokens(*shape), cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("width", [0, -3])
@@ -462,7 +405,7 @@ def test_what_would_not_be_called_is_refused(name, change):
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="needs a C++ compiler")
 @pytest.mark.parametrize("changes", [{}, {"share_kv": True, "phi": "linear"}], ids=str)
 def test_compiled_by_inductor_on_a_cpu(changes):
-    """Of 70 tokens, no multiple of a vector or a block, with gradients."""
+    """70 tokens are no multiple of a vector or a block; gradients are compared, too."""
     module, x = layer(small(block_size=32, **changes)), tokens(70)
     torch.compiler.reset()
     results = []

@@ -82,7 +82,7 @@ class Installed:
         return self._run([sys.executable, "-m", "pip", "--python", str(self.python), *words])
 
     def __call__(self, *words: str, code: int = 0) -> str:
-        """What a command says, started in a folder that holds nothing of this project."""
+        """Output of a command, started in a folder without files of this project."""
         return self._run([str(self.folder / "bin" / words[0]), *words[1:]], code)
 
     def _run(self, words: list[str], code: int = 0) -> str:
@@ -126,7 +126,7 @@ def train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
 
 
-def test_the_core_is_torch_and_triton(core: Installed) -> None:
+def test_the_core_is_torch_and_triton(core):
     found = {
         canonicalize_name(entry["name"])
         for entry in json.loads(core.pip("list", "--format", "json"))
@@ -135,14 +135,14 @@ def test_the_core_is_torch_and_triton(core: Installed) -> None:
     assert core.pip("check").startswith("No broken requirements found")
 
 
-def test_the_core_computes(core: Installed) -> None:
+def test_the_core_computes(core):
     shape, finite, modules = json.loads(core("python", "-W", "ignore", "-c", MODULE))
     assert (shape, finite) == ([2, 128, 32], True)
     assert {"nsa", "torch"} <= {*modules}
     assert not {*modules} & {*extras.EXTRAS["data"].values()}
 
 
-def test_commands_of_the_core(core: Installed) -> None:
+def test_commands_of_the_core(core):
     assert core("nsa", "--help").startswith("usage: nsa")
     assert core("nsa", "trian", code=2) == "nsa: unrecognized command: trian; did you mean train?\n"
     assert [line.split()[0] for line in core("nsa", "configs").splitlines()] == configs.names()
@@ -165,7 +165,7 @@ def test_commands_of_the_core(core: Installed) -> None:
     ],
     ids=" ".join,
 )
-def test_a_missing_extra_is_one_line(core: Installed, words: list[str], extra: str) -> None:
+def test_a_missing_extra_is_one_line(core, words, extra):
     line = core("nsa", *words, code=2)
     command = " ".join(words[: 2 if words[0] in ("bench", "data") else 1])
     absent = ", ".join(
@@ -175,7 +175,7 @@ def test_a_missing_extra_is_one_line(core: Installed, words: list[str], extra: s
     assert line == f"nsa {command}: not installed: {absent}. {hint}\n"
 
 
-def test_ten_steps(train: Installed) -> None:
+def test_ten_steps(train):
     """From a name, in any folder; the extra is enough for the run, its evaluation and its text."""
     assert train.pip("check").startswith("No broken requirements found")
     words = """--model.num-layers 1 --seq-len 128 --micro-batch 2 --global-batch 2
@@ -191,9 +191,7 @@ def test_ten_steps(train: Installed) -> None:
     assert (folder / "loss.png").exists()
 
 
-def test_the_wheel_plans_as_the_checkout_does(
-    train: Installed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_wheel_plans_as_the_checkout_does(train, capsys):
     """It has the measured rows, and they are found from anywhere."""
     code = "from nsa.cli.bench import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
     carried = [Path(line) for line in train("python", "-c", code).splitlines()]

@@ -36,7 +36,7 @@ def make(
 
 @pytest.mark.parametrize("kind", [NativeSparseAttention, DenseAttention])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_padded_row_is_the_row_alone(kind: Any, dtype: torch.dtype) -> None:
+def test_a_padded_row_is_the_row_alone(kind, dtype):
     module = make(kind)
     x = torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64, requires_grad=True)
     out = module(x, attention_mask=mask_of(dtype=dtype))
@@ -55,14 +55,14 @@ def test_a_padded_row_is_the_row_alone(kind: Any, dtype: torch.dtype) -> None:
         assert not padding.any()
 
 
-def test_padding_reaches_no_token() -> None:
+def test_padding_reaches_no_token():
     module, x = make(), torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64)
     other = torch.where(mask_of()[..., None], x, 1e6)
     before, after = (module(rows, attention_mask=mask_of())[mask_of()] for rows in (x, other))
     assert torch.equal(before, after)
 
 
-def test_described_once_for_function_and_layers() -> None:
+def test_described_once_for_function_and_layers():
     module, x, mask = make(), torch.randn(len(ROWS), LENGTH, 24, dtype=torch.float64), mask_of()
     sequences = Sequences.padded(mask).with_blocks(module.config)
     expected = module(x, attention_mask=mask)
@@ -70,7 +70,7 @@ def test_described_once_for_function_and_layers() -> None:
     assert torch.equal(module(x.flatten(0, 1), sequences=sequences), expected.flatten(0, 1))
 
 
-def test_the_function_takes_sequences() -> None:
+def test_the_function_takes_sequences():
     config, rope = small(), Rope.from_config(small())
     x = make_inputs(config, [LENGTH] * len(ROWS), dtype=torch.float64)
     inputs = {name: y.unflatten(0, (len(ROWS), LENGTH)) for name, y in named_tensors(x).items()}
@@ -98,7 +98,7 @@ class _NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_on_a_gpu(monkeypatch):
     with pytest.raises(AssertionError, match="reads a value"), _NoReading():
         Sequences.padded(mask_of())
     for module in ("_sequences", "_checks"):  # as of a mask on a GPU
@@ -107,7 +107,7 @@ def test_nothing_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         Sequences.padded(mask_of())
 
 
-def test_compiled_once_for_all_masks() -> None:
+def test_compiled_once_for_all_masks():
     counter = CompileCounter()
     compiled = torch.compile(
         lambda mask: Sequences.padded(mask).cu_q, backend=counter, fullgraph=True
@@ -170,19 +170,19 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_masks_that_do_not_fit(name: str) -> None:
+def test_masks_that_do_not_fit(name):
     given, message = MISFITS[name]
     with pytest.raises(ValueError, match=message):
         make()(torch.randn(2, 30, 24, dtype=torch.float64), **given)
 
 
-def test_a_mask_of_four_dimensions_is_refused() -> None:
+def test_a_mask_of_four_dimensions_is_refused():
     rule = r"attention_mask must have shape \[B, T\], got \(2, 1, 5, 5\)"
     with pytest.raises(ValueError, match=rule):
         Sequences.padded(torch.ones(2, 1, 5, 5, dtype=torch.bool))
 
 
-def test_offsets_with_gaps_in_memory() -> None:
+def test_offsets_with_gaps_in_memory():
     module, x = make(), torch.randn(60, 24, dtype=torch.float64)
     cu = offsets((20, 0, 40))
     apart = torch.stack((cu, cu + 7), dim=-1)[:, 0]
@@ -190,6 +190,6 @@ def test_offsets_with_gaps_in_memory() -> None:
     assert Sequences.packed(apart).cu_q.is_contiguous()
 
 
-def test_sequences_compare_by_identity() -> None:
+def test_sequences_compare_by_identity():
     cu = offsets((20, 40))
     assert Sequences.packed(cu) != Sequences.packed(cu)

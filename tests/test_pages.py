@@ -52,7 +52,7 @@ class Model:
         return Counter(id(page) for pages in self.pages for page in pages)
 
     def tokens(self, b: int) -> list[int]:
-        """Of a sequence."""
+        """Tokens of a sequence."""
         return [x for page in self.pages[b] for x in page][: self.lengths[b]]
 
     def reserve(self, counts: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ def changed(model: Model, change: Callable[[Model], None]) -> tuple[Model, bool]
 
 
 def check_pages(pages: Pages, model: Model) -> None:
-    """The same pages are shared by the same sequences, and all others are free."""
+    """Pages are shared by the sequences of the model, and all others are free."""
     uses = model.uses
     assert pages.num_free == NUM_PAGES - len(uses)
     assert [len(x) for x in pages.held] == [len(x) for x in model.pages]
@@ -125,60 +125,6 @@ def check_pages(pages: Pages, model: Model) -> None:
     assert sum(pages.uses) == sum(uses.values())
     assert {*pages._free}.isdisjoint(numbers.values())
     assert len({*pages._free}) == len(pages._free)
-
-
-def test_pages() -> None:
-    """10,000 operations, and what lies in the pages if copies are made as told."""
-    rng, model = random.Random(0), Model()
-    pages = Pages(NUM_PAGES, PAGE, NUM_SEQUENCES)
-    pool: list[list[int]] = [[NOTHING] * PAGE for _ in range(NUM_PAGES)]
-    counts = Counter[str]()
-    for number in range(OPERATIONS):
-        kind = rng.choice(KINDS)
-        b = rng.randrange(NUM_SEQUENCES)
-        if kind in ("append", "reserve"):
-            new = [[rng.randrange(10**6)] * n for n in random_counts(rng)]
-            sizes = [len(x) for x in new]
-            change = (
-                (lambda m, x=new: m.append(x))
-                if kind == "append"
-                else (lambda m, x=sizes: m.reserve(x))
-            )
-            lengths = model.lengths
-            model, fits = changed(model, change)
-            try:
-                for source, target in pages.prepare(lengths, sizes):
-                    pool[target] = list(pool[source])
-            except ValueError:
-                counts["refused"] += 1
-                was_refused = True
-            else:
-                was_refused = False
-            assert was_refused == (not fits)
-            if fits:
-                for c, tokens in enumerate(new if kind == "append" else ()):
-                    for i, token in enumerate(tokens, start=lengths[c]):
-                        pool[pages.held[c][i // PAGE]][i % PAGE] = token
-        elif kind == "fork":
-            empty = [c for c in range(NUM_SEQUENCES) if not model.lengths[c] and c != b]
-            if empty:
-                target = rng.choice(empty)
-                pages.fork(b, target, model.lengths[b])
-                model.fork(b, target)
-        elif kind == "reorder":
-            indices = random_indices(rng)
-            pages.reorder(indices, model.lengths)
-            model.reorder(indices)
-        else:
-            length = 0 if kind == "free" else rng.randint(0, model.lengths[b])
-            pages.truncate(b, length)
-            model.truncate(b, length)
-        counts[kind] += 1
-        check_pages(pages, model)
-        for c in range(NUM_SEQUENCES):
-            found = [x for page in pages.held[c] for x in pool[page]]
-            assert found[: model.lengths[c]] == model.tokens(c), (number, kind)
-    assert counts["refused"] > OPERATIONS / 20
 
 
 # ------------------------------------------------------------------------------
@@ -213,7 +159,7 @@ class Driven:
         self.fails = False
 
     def attention(self, branches: BranchInputs, *_: Any) -> SimpleNamespace:
-        """In place of both functions of a chunk."""
+        """Replaces both functions of a chunk."""
         self.given = branches
         if self.fails:
             raise MemoryError
@@ -255,7 +201,7 @@ class Driven:
             assert found[:, 0].tolist() == [factor * x for x in wanted[name[2:]]], name
 
     def check(self) -> None:
-        """What the cache says of itself."""
+        """Check lengths, pages and tables of the cache."""
         cache, model = self.cache, self.model
         check_pages(cache._pages, model)
         assert cache.lengths == model.lengths
@@ -267,8 +213,8 @@ class Driven:
         assert cache._written == self.written
 
 
-def test_a_step_that_an_error_ended_half_way() -> None:
-    """One of two layers has taken in the tokens: a few can be taken back, of many all must go."""
+def test_a_step_that_an_error_ended_half_way():
+    """One of two layers has received the tokens: a few can be removed; of many, all must be."""
     torch.manual_seed(0)
     module = NativeSparseAttention(24, small(phi="linear")).double().requires_grad_(False)
     x = torch.randn(150, 24, dtype=torch.float64)
@@ -313,7 +259,7 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
 @pytest.mark.parametrize(
     "number", [OPERATIONS // 4, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
 )
-def test_cache(number: int) -> None:
+def test_cache(number):
     """Operations on a cache; what attention gets is what the model holds."""
     rng, driven, counts = random.Random(1), Driven(), Counter[str]()
     cache = driven.cache

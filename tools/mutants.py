@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -41,7 +41,7 @@ class MutantError(Exception):
     """The list or one of its breaks does not fit the tree."""
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config={"extra": "forbid"})
+@dataclass(frozen=True)
 class Mutant:
     """One deliberate mistake.
 
@@ -87,25 +87,43 @@ class Result:
         return found[1] if found else ""
 
 
+class _Group(pydantic.BaseModel, extra="allow"):
+    """Mutants of one file by name: why, old, new and, unless the group names them, tests."""
+
+    __pydantic_extra__: dict[str, Annotated[list[str], pydantic.Field(min_length=3)]]
+    tests: list[str] = pydantic.Field(default=[], validate_default=False)
+
+
+class _List(pydantic.BaseModel, extra="allow"):
+    """Groups by file, and the names of the mutants that ``make test`` runs too."""
+
+    __pydantic_extra__: dict[str, _Group]
+    fast: list[str]
+
+
 def load_mutants(path: Path) -> list[Mutant]:
     """Read the list.
 
     Raises:
-        MutantError: the file is not YAML; an entry lacks a key, has an unknown one, repeats a name,
-            changes nothing, names no test.
+        MutantError: the file is not YAML or has another form; a mutant repeats a name, changes
+            nothing, names no test; a fast one does not exist.
     """
     try:
         entries = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
-        mutants = pydantic.TypeAdapter(list[Mutant]).validate_python(entries)
+        listed = _List.model_validate(entries)
     except (yaml.YAMLError, pydantic.ValidationError) as error:
         raise MutantError(f"{path.name}: {error}") from error
-    names = set[str]()
-    for mutant in mutants:
-        if mutant.old == mutant.new or not mutant.tests or mutant.name in names:
-            rule = "changes nothing, names no test or has a name that is used twice"
-            raise MutantError(f"{path.name}: {mutant.name} {rule}")
-        names.add(mutant.name)
-    return mutants
+    mutants, unknown = dict[str, Mutant](), {*listed.fast}
+    for file, group in listed.__pydantic_extra__.items():
+        for name, (why, old, new, *tests) in group.__pydantic_extra__.items():
+            chosen = tuple(tests or group.tests)
+            if old == new or not chosen or name in mutants:
+                rule = "changes nothing, names no test or has a name that is used twice"
+                raise MutantError(f"{path.name}: {name} {rule}")
+            mutants[name] = Mutant(name, why, file, old, new, chosen, name in listed.fast)
+    if unknown - {*mutants}:
+        raise MutantError(f"{path.name}: fast mutants that do not exist: {unknown - {*mutants}}")
+    return list(mutants.values())
 
 
 def apply_mutant(mutant: Mutant, root: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,16 +15,16 @@ from nsa.bench.clock import Verdict, judge
 from nsa.config import NSAConfig
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope
-from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
+from nsa.testing import assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
-    SampledCompression,
-    SampledWhole,
+    Phi,
+    Sample,
+    SampledSelection,
+    Values,
     assert_legal,
     sample_rows,
-    sampled_compressed,
-    sampled_selected,
     sampled_selection,
-    sampled_window,
+    sampled_values,
 )
 from nsa.train.execution.precision import autocast
 
@@ -34,11 +34,11 @@ SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
-_BRANCHES: dict[str, tuple[Callable[..., Any], str]] = {
-    "attention.compressed": (sampled_compressed, "cmp"),
-    "attention.selected": (sampled_selected, "slc"),
-    "attention.window": (sampled_window, "win"),
-    "dense": (sampled_window, "slc"),  # a window as long as the sequence
+_BRANCHES = {
+    "attention.compressed": "cmp",
+    "attention.selected": "slc",
+    "attention.window": "win",
+    "dense": "win",  # a window as long as the sequence
 }
 
 
@@ -111,8 +111,8 @@ class Gate:
         config = replace(self.problem.config, coarse_block_size=None, num_coarse_blocks=0)
         config = replace(config, score_precision="exact")
         x = self._packed
-        sampled = sampled_selection(x["q"], x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        exact, clear = sampled.at_queries(self.selections)
+        sampled = self._selection(x["q"], x["k_cmp"], config)
+        exact, clear = sampled.indices, sampled.clear
         actual = chosen.flatten(0, 1)[self.selections]
         wanted = (exact >= 0) & clear[..., None]
         found = (exact[..., None] == actual[..., None, :]).any(-1) & wanted
@@ -125,53 +125,45 @@ class Gate:
         baseline, oracle = (self._sampled(case, dtype) for dtype in dtypes)
         return {name: (*baseline[name], oracle[name][1]) for name in oracle}
 
-    def _sampled(self, case: str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    def _sampled(self, case: str, dtype: torch.dtype) -> Values:
         """Rows and values of results, computed in ``dtype``."""
         x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
-        rope, offsets = Rope.from_config(config), self._offsets
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        sample, rope = self._sample(queries), Rope.from_config(config)
         if case == "attention":  # with the block indices that were checked
-            names = {entry.name: x[entry.name] for entry in fields(PackedInputs) if entry.name in x}
-            inputs = PackedInputs(**names, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
             assert self._block_indices is not None
-            whole = SampledWhole(inputs, config, self._block_indices.flatten(0, 1), rope=rope)
-            values = whole.at_queries(queries, dtype, x["dout"])
-            found["out"] = (queries, values.pop("out"))
-            found |= {f"d{name}": (queries, y) for name, y in values.items()}
-            values = whole.at_tokens(keys, dtype, x["dout"])
-            found |= {f"d{name}": (keys, y) for name, y in values.items()}
-        elif case == "attention.combine":  # its rows do not depend on each other
-            names = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
-            leaves = {name: y.requires_grad_() for name, y in names.items()}
+            whole = {**x, "block_indices": self._block_indices.flatten(0, 1)}
+            return sampled_values(case, whole, sample, config, dtype, Phi(rope=rope))
+        if case == "attention.combine":  # its rows do not depend on each other
+            inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
+            leaves = {name: y.requires_grad_() for name, y in inputs.items()}
             (out,) = self.problem.case.call(leaves, config, "reference")
-            gradients = torch.autograd.grad(
-                out, list(leaves.values()), x["dout"][queries].to(dtype)
-            )
+            dout = x["dout"][queries].to(dtype)
+            gradients = torch.autograd.grad(out, list(leaves.values()), dout)
             named = zip(("out", *(f"d{name}" for name in leaves)), (out, *gradients), strict=True)
-            found = {name: (queries, y.detach()) for name, y in named}
-        elif case == "attention.compress":
-            for kind, turn in (("k", rope), ("v", None)):
-                raw, blocks = f"{kind}_cmp_raw", self._blocks()
-                compression = SampledCompression(x[raw], None, config, offsets, turn)
-                found[f"{kind}_cmp"] = (blocks, compression.at_blocks(blocks, dtype)["y"])
-                dx = compression.at_tokens(keys, dtype, x[f"d{kind}_cmp"])["dx"]
-                found[f"d{raw}"] = (keys, dx)
-        else:
-            sampled, label = _BRANCHES[case]
-            args = [x["q"], x[f"k_{label}"], x[f"v_{label}"]]
-            if case == "attention.selected":
-                args.append(x["block_indices"])
-            if case == "dense":
-                seq_len = self.problem.point.seq_len
-                config = replace(config, window_size=seq_len)
-                keys = keys[keys % seq_len >= seq_len - _TAIL]
-            branch = sampled(*args, config, cu_seqlens_q=offsets)
-            keys = self._blocks() if label == "cmp" else keys
-            values = branch.at_queries(queries, dtype, x["dout"])
-            found = {name: (queries, y) for name, y in values.items()}
-            values = branch.at_keys(keys, dtype, x["dout"])
-            found |= {f"{name}_{label}": (keys, y) for name, y in values.items()}
-        return found
+            return {name: (queries, y.detach()) for name, y in named}
+        if case == "attention.compress":
+            found: Values = {}
+            for kind, phi in (("k", Phi(rope=rope)), ("v", Phi())):
+                given = {"x": x[f"{kind}_cmp_raw"], "dout": x[f"d{kind}_cmp"]}
+                blocks = sample._replace(queries=self._blocks())
+                values = sampled_values("compress", given, blocks, config, dtype, phi)
+                found |= {f"{kind}_cmp": values["y"], f"d{kind}_cmp_raw": values["dx"]}
+            return found
+        name = _BRANCHES[case]
+        label = "slc" if case == "dense" else name
+        given = {"q": x["q"], "k": x[f"k_{label}"], "v": x[f"v_{label}"], "dout": x["dout"]}
+        if name == "slc":
+            given["block_indices"] = x["block_indices"]
+        if case == "dense":
+            seq_len = self.problem.point.seq_len
+            config = replace(config, window_size=seq_len)
+            keys = keys[keys % seq_len >= seq_len - _TAIL]
+        keys = self._blocks() if name == "cmp" else keys
+        values = sampled_values(name, given, sample._replace(keys=keys), config, dtype)
+        return {f"{n}_{label}" if n in ("dk", "dv") else n: found for n, found in values.items()}
+
+    def _sample(self, queries: Tensor) -> Sample:
+        return Sample(queries, self.keys, self._offsets, self._offsets)
 
     def _blocks(self) -> Tensor:
         """Packed compressed rows that start at or before the sampled keys."""
@@ -211,11 +203,13 @@ class Gate:
                 n = torch.where(t < length, fewer, n)
             full = (chosen >= 0).sum(-1) == torch.minimum(n, current + 1)
             assert bool(full.all()), "block_indices: not as many blocks as there are to select"
-        q = x["q"].flatten(0, 1)
-        sampled = sampled_selection(q, x["k_cmp"], config, cu_seqlens_q=self._offsets)
-        agreement = sampled.agreement(self.selections, chosen.flatten(0, 1))
+        sampled = self._selection(x["q"].flatten(0, 1), x["k_cmp"], config)
+        agreement = sampled.agreement(chosen.flatten(0, 1)[self.selections])
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
+
+    def _selection(self, q: Tensor, k_cmp: Tensor, config: NSAConfig) -> SampledSelection:
+        return sampled_selection(q, k_cmp, self._sample(self.selections), config)
 
 
 def approximates(config: NSAConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Error budgets, inputs and sampled fp64 values: what tests and benchmarks compare with."""
+"""Error budgets, random inputs and sampled fp64 values for tests and benchmarks."""
 
 from nsa.testing.budget import Budget, assert_within_budget, measure
 from nsa.testing.inputs import PackedInputs, make_inputs, packed_offsets

@@ -1,4 +1,4 @@
-"""Decode caches that seem to hold long texts, and what a step over one gives in any precision."""
+"""Decode caches filled with random tokens, and one decode step by the reference."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.decode.tensors import CacheTensors
 from nsa.rope import Rope
 
-# What a cache holds of a layer; the last fields say where it lies.
+# Keys and values of a layer; the other fields are tables and counters.
 _HELD = CacheTensors._fields[:8]
 
 
 def fill_cache(cache: NSACache, count: int) -> None:
-    """Let a cache hold ``count`` more tokens of each sequence, as if they had been taken in.
+    """Append ``count`` random tokens to each sequence of a cache.
 
-    All keys and values in it become Gaussians; compressed ones are as small as means of so many.
+    All keys and values become Gaussian; compressed ones are as small as means.
 
     Args:
-        cache: its layers have taken in at least one token, for which they reserved their memory.
-        count: tokens.
+        cache: with memory, which its layers reserve with their first token.
+        count: tokens of each sequence.
 
     Raises:
-        ValueError: the cache is full; nothing has changed then.
+        ValueError: the cache is full. It is unchanged.
     """
     counts = [count] * cache.batch_size
     cache.reserve(counts)
@@ -52,16 +52,16 @@ def reference_step(
     sequence: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A step of one sequence by the reference, over a copy of its part of a cache.
+    """Decode step of one sequence by the reference, on a copy of its part of a cache.
 
     Args:
         config: the sparse pattern of the layer.
-        tensors: the layer's memory; it does not change.
-        length: tokens cached of the sequence.
-        inputs: the same number of new tokens of every sequence.
+        tensors: the layer's memory, which does not change.
+        length: cached tokens of the sequence.
+        inputs: new tokens, as many of every sequence.
         rope: rotates the compressed keys.
-        sequence: its number.
-        dtype: of everything.
+        sequence: index of the sequence.
+        dtype: of the computation.
 
     Returns:
         ``[T, Hq, Dv]``.

@@ -27,7 +27,7 @@ class PackedInputs:
     cu_seqlens_k: Tensor
 
     def to(self, dtype: torch.dtype) -> PackedInputs:
-        """The same inputs rounded to ``dtype``; offsets stay int32."""
+        """Copy of the inputs rounded to ``dtype``; offsets stay int32."""
         converted = {f.name: getattr(self, f.name) for f in fields(self)}
         return PackedInputs(
             **{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()}
@@ -57,14 +57,14 @@ def make_inputs(
         lengths_q: query tokens of each sequence; None means as many as keys.
         seed: of the generator; the values do not depend on ``dtype`` but for rounding.
         dtype: of all float tensors.
-        device: where they lie.
+        device: of all tensors.
         requires_grad: whether the float tensors are leaves that collect gradients.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     lengths_q = lengths_k if lengths_q is None else lengths_q
 
     def normal(tokens: int, heads: int, size: int) -> Tensor:
-        # Drawn in fp32 for every dtype, so that a case means the same numbers everywhere.
+        # Drawn in fp32 for every dtype: a case has the same numbers everywhere.
         x = torch.randn(tokens, heads, size, generator=generator, device=device)
         return x.to(dtype).requires_grad_(requires_grad)
 

@@ -1,7 +1,7 @@
 """Cases that cover the sizes of docs/semantics.md: each value of each letter, not all combinations.
 
 Every case has its own kernels to compile, about twenty; lengths and offsets do not add to them. All
-lengths of interest lie in one packed batch, so that kernels meet them together.
+lengths of interest are in one packed batch, so that kernels meet them together.
 """
 
 from __future__ import annotations

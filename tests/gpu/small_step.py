@@ -15,9 +15,8 @@ from nsa.ops._replay import PROGRAMS
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.linear import Linear
 from tests.gpu.matrix import MATRIX
-from tests.ops.checks import CHECKS
 from tests.ops.decoding import Decoded
-from tests.ops.public import RUNS, Case, check_compress, check_selection
+from tests.ops.public import CHECKS, RUNS, Case, check_compress, check_selection
 from tools.compile_only.launches import jitted_functions, reached_from
 
 

@@ -23,7 +23,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "compute_dtype": "bf16"}
 
 
 def write_documents(folder: Path) -> None:
-    """Of one token and of whole windows, hundreds a window and none."""
+    """Documents of one token and of whole sequences, hundreds a sequence and none."""
     folder.mkdir()
     (folder / "long.txt").write_text("the sea and the old stones of it " * 1500)
     for index in range(2000):
@@ -33,7 +33,7 @@ def write_documents(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layers", "whole"])
-def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_layer: bool) -> None:
+def test_nothing_is_compiled_in_500_steps(tmp_path, attention, by_layer):
     write_documents(tmp_path / "documents")
     config = tiny_config(
         tmp_path,
@@ -63,8 +63,8 @@ def test_nothing_is_compiled_in_500_steps(tmp_path: Path, attention: str, by_lay
     assert trainer.state.progress.sequence_capacity > 100  # the windows with hundreds of documents
 
 
-def test_kernels_ahead_are_those_of_a_step(tmp_path: Path) -> None:
-    """What is followed without a GPU is what a step on this one launches, each once or more."""
+def test_kernels_ahead_are_those_of_a_step(tmp_path):
+    """Launches that are predicted without a GPU are those of a step on this one."""
     data = DataConfig(source="corpus")
     config = tiny_config(tmp_path, model=MODEL, data=data, **ON_GPU, seq_len=2048, telemetry=True)
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))

@@ -1,4 +1,4 @@
-"""Two GPUs in one process: all runs where its tensors lie, whichever device is current."""
+"""Two GPUs in one process: everything runs on the device of its tensors, whichever is current."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NativeSparseAttention
 from nsa.hf import NSAForCausalLM, NSALMConfig
 from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
-from nsa.train.data.tokenizer import ByteTokenizer
-from nsa.train.generation import generate
-from nsa.train.sampling import Sampling
 from tests.gpu.matrix import MATRIX, SEED, seed_case
 from tests.gpu.test_execution import Step
 from tests.hf.tiny import left_padded
-from tests.ops.checks import CHECKS
+from tests.ops.public import CHECKS
 
 SECOND = "cuda:1"
 MODEL = LMConfig(vocab_size=256, width=256, num_layers=2, nsa=SEED, mlp_hidden_size=512)
@@ -51,21 +47,6 @@ def same_bits(run: Callable[[], list[Tensor]]) -> None:
 def test_whole_on_the_second_gpu(lengths):
     """On two streams, and on a third where the selected blocks decide the algorithm."""
     same_bits(Step(dataclasses.replace(seed_case(*lengths), device=SECOND)).run)
-
-
-def test_module_on_the_second_gpu():
-    torch.manual_seed(0)
-    module = NativeSparseAttention(256, SEED).to(SECOND, torch.bfloat16)
-    x = torch.randn(2, 700, 256, device=SECOND, dtype=torch.bfloat16, requires_grad=True)
-
-    def run() -> list[Tensor]:
-        out = module(x)
-        return [
-            out.detach(),
-            *torch.autograd.grad(out, [x, *module.parameters()], torch.ones_like(out)),
-        ]
-
-    same_bits(run)
 
 
 def new_model(attention: str) -> NSAForCausalLM:
@@ -100,19 +81,6 @@ def test_model_on_the_second_gpu(attention):
 
 
 @ATTENTION
-@torch.no_grad()
-def test_cache_on_the_second_gpu(attention):
-    """Chunks and steps, one kernel after the other."""
-    model, tokens = new_model(attention).model, new_tokens(1300)
-
-    def run() -> list[Tensor]:
-        cache = model.new_cache(2, max_tokens=1300)
-        return [model(part, cache=cache) for part in tokens.split([1200, 96, 1, 1, 2], dim=1)]
-
-    same_bits(run)
-
-
-@ATTENTION
 def test_decoder_on_the_second_gpu(attention):
     """Prompts and recorded steps, after another capture on the first GPU."""
     model, tokens = new_model(attention).model, new_tokens(1300)
@@ -126,21 +94,6 @@ def test_decoder_on_the_second_gpu(attention):
         found += [decoder.step(tokens[:, i : i + 1]).clone() for i in range(1294, 1300)]
         assert decoder._graphs[1] is not None
         return found
-
-    same_bits(run)
-
-
-@ATTENTION
-def test_generate_on_the_second_gpu(attention):
-    model = new_model(attention).model
-    prompts = ["some text", "a longer one, of more than a few words"]
-    greedy = Sampling(temperature=0)
-
-    def run() -> list[Tensor]:
-        stream = generate(model, ByteTokenizer(), prompts, max_new_tokens=12, sampling=greedy)
-        text = b"".join(b"".join(pieces) for pieces in zip(*stream, strict=True))
-        assert text
-        return [torch.tensor([*text], device=SECOND)]
 
     same_bits(run)
 

@@ -17,10 +17,8 @@ import triton
 from torch import Tensor
 
 from nsa import NativeSparseAttention
-from nsa.ops.projection.layout import stacked
 from nsa.testing import packed_offsets
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
-from tests.ops import empty
 from tests.ops.public import Case
 from tests.ops.registration import (
     check_compiled,
@@ -145,14 +143,6 @@ def test_cuda_graph_of_the_module(shape):
             assert torch.equal(replayed, eager)
 
 
-@pytest.mark.parametrize("case", empty.CASES)
-@pytest.mark.parametrize("operator", empty.CHECKS)
-def test_operator_without_a_token(operator, case):
-    with torch.device(DEVICE):
-        empty.CHECKS[operator](empty.CASES[case], "triton")
-    torch.cuda.synchronize()
-
-
 @pytest.fixture(scope="module")
 def calls():
     case = dataclasses.replace(MATRIX["bf16 G6 D64"], lengths_k=(300, 70))
@@ -216,18 +206,6 @@ def test_a_new_length_compiles_no_kernel(name, monkeypatch):
     assert not compiled
 
 
-def test_weights_of_a_projection_are_neighbours():
-    """One product takes them where they lie, and each has a storage of its own."""
-    module = NativeSparseAttention(64, SEED).to(DEVICE, torch.bfloat16)
-    weights = [weight.detach() for weight in module.projection_weights()]
-    block = stacked(weights, torch.bfloat16)
-    assert block.data_ptr() == weights[0].data_ptr()
-    assert len({w.untyped_storage().data_ptr() for w in weights}) == len(weights)
-    torch._foreach_add_(weights, 1.0)
-    whole = torch.cat(weights)
-    assert torch.equal(block[: len(whole)], whole)
-
-
 REPLAYED_BY_TORCH = """
 import torch
 from nsa import NativeSparseAttention
@@ -239,7 +217,7 @@ compiled = torch.compile(module, mode="reduce-overhead")
 x = torch.randn(2, 300, 64, device="cuda")
 found = []
 for _ in range(4):
-    module.zero_grad()  # a gradient that lies in a graph's memory cannot be added to
+    module.zero_grad()  # a gradient in a graph's memory cannot be added to
     torch.compiler.cudagraph_mark_step_begin()
     leaf = x.clone().requires_grad_()
     y = compiled(leaf)
@@ -255,7 +233,7 @@ for each in found:
 
 
 def test_replays_of_torch_compile_are_the_first_thing_a_process_does():
-    """What an operator makes at its first call and keeps does not lie in a graph's memory."""
+    """Tensors that an operator makes once and keeps are not in a graph's memory."""
     done = subprocess.run(
         [sys.executable, "-c", REPLAYED_BY_TORCH],
         cwd=ROOT,

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.gpu.matrix import MATRIX
-from tests.ops.checks import CHECKS
-from tests.ops.public import Case
+from tests.ops.public import CHECKS, Case
 
 # their kernels are compiled by now
 NAMES = ("bf16 G6 D64", "bf16 G3 D32 small", "fp16 G2 D192/128 small", "fp32 G3 D16 l'=32")
@@ -41,7 +40,7 @@ def cases(draw: st.DrawFn, like: Case) -> Case:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_random_lengths(name: str, count) -> None:
+def test_random_lengths(name, count):
     counts: Counter[str] = Counter()
     like = MATRIX[name]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ PROMPTS, TOKENS = 100, 256
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
-def test_a_hundred_prompts(phi: Any, queries: int) -> None:
+def test_a_hundred_prompts(phi, queries):
     torch.manual_seed(0)
     pattern = dataclasses.replace(SEED, phi=phi)
     config = LMConfig(vocab_size=256, width=256, num_layers=2, nsa=pattern, mlp_hidden_size=512)

@@ -34,7 +34,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 
 def new_model(**changes: Any) -> NSAForCausalLM:
-    """With random weights in fp32, whose texts do not stop at one token."""
+    """A model with random weights in fp32, whose texts do not repeat one token."""
     torch.manual_seed(0)
     model = NSAForCausalLM(NSALMConfig.of(dataclasses.replace(MODEL, **changes)))
     model.model.head.weight.data *= 20
@@ -54,7 +54,7 @@ def few_tokens() -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
-def test_logits_of_a_loaded_model(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_of_a_loaded_model(dtype, tmp_path):
     """Bit for bit those of the project's model, and as near to fp64 as the reference is."""
     model, x = new_model(), few_tokens()
     model.save_pretrained(tmp_path)
@@ -68,7 +68,7 @@ def test_logits_of_a_loaded_model(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @TWO_GPUS
 @torch.no_grad()
-def test_two_devices(tmp_path: Path) -> None:
+def test_two_devices(tmp_path):
     """Spread over them, with files of their own for parts of the weights."""
     model, x = new_model(num_layers=4), few_tokens()
     model.save_pretrained(tmp_path, max_shard_size="1MB")
@@ -102,7 +102,7 @@ def on_device(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_left_padded_batch(attention: str) -> None:
+def test_left_padded_batch(attention):
     """Each row as if it were alone, and as the model says without a cache, but for near ties."""
     model = new_model(attention=attention).to(DEVICE)
     prompts = make_prompts(LENGTHS, 256)
@@ -117,7 +117,7 @@ def test_left_padded_batch(attention: str) -> None:
     assert len({token for text in found for token in text}) > 30
 
 
-def test_beams() -> None:
+def test_beams():
     """Their scores are those of the reference in fp64, and so are texts but for a near tie."""
     model = new_model()
     rows = [torch.tensor(prompt) for prompt in make_prompts((500, 40), 256)]
@@ -137,7 +137,7 @@ def test_beams() -> None:
     assert texts.sum() >= 4
 
 
-def test_sampling_has_a_seed() -> None:
+def test_sampling_has_a_seed():
     model, x = new_model().to(DEVICE), few_tokens().to(DEVICE)
     drawn = []
     for seed in (0, 0, 1):
@@ -195,7 +195,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=TWO_GPUS)])
-def test_trainer_of_transformers(trained: tuple[Path, list[float]], processes: int) -> None:
+def test_trainer_of_transformers(trained, processes):
     """200 steps on one GPU and on two have the losses of ``nsa train`` with the same batches."""
     pytest.importorskip("accelerate")
     folder, ours = trained

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from nsa import NSAConfig, combine, compress, compressed_attention, select_blocks
 from nsa.testing import assert_within_budget, packed_offsets
-from nsa.testing.sampled import SampledCompression, check_sampled, sample_rows, sampled_selection
+from nsa.testing.sampled import (
+    Sample,
+    check_sampled,
+    sample_rows,
+    sampled_selection,
+    sampled_values,
+)
 from tests.gpu.matrix import BF16, DEVICE, MATRIX, SEED, seed_case
 from tests.ops.public import ALGORITHMS, RUNS, Case, agree, check_selection, run_whole
 
@@ -63,7 +69,9 @@ def test_selection_among_a_million_tokens():
     selected = select_blocks(x.q, k, lse, SEED, backend=case.backend)
     beyond = torch.cuda.max_memory_allocated() - before - selected.numel() * selected.element_size()
     assert beyond <= 12 * 1024 * 2**20  # bytes a token, beyond inputs and the selection
-    agree(sampled_selection(x.q, k, SEED).agreement(sample_rows(x.cu_seqlens_q, 256), selected))
+    rows = sample_rows(x.cu_seqlens_q, 256)
+    sample = Sample(rows, rows[:0], x.cu_seqlens_q, x.cu_seqlens_k)
+    agree(sampled_selection(x.q, k, sample, SEED).agreement(selected[rows]))
 
 
 @pytest.mark.slow
@@ -139,17 +147,24 @@ def test_compress_beyond_31_bits():
     y, _ = compress(raw, None, MANY_HEADS, backend="triton")
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, raw, dy)
-    sampled = SampledCompression(raw, None, MANY_HEADS, packed_offsets([raw.shape[0]], DEVICE))
-    blocks = torch.tensor([0, sampled.num_blocks // 2, sampled.num_blocks - 1], device=DEVICE)
-    tokens = torch.tensor([0, 100, raw.shape[0] - 40, raw.shape[0] - 1], device=DEVICE)
-    check_sampled(
-        lambda d: sampled.at_blocks(blocks, d), {"y": y.detach()}, blocks, BF16, "compress"
-    )
-    check_sampled(lambda d: sampled.at_tokens(tokens, d, dy), {"dx": dx}, tokens, BF16, "compress")
+    # The oracle compresses whole sequences: pieces at both ends and where an offset would wrap.
+    for first in (0, 2**31 // (32 * 64) - 512, raw.shape[0] - 1024):
+        last, row = first + 1024, first // MANY_HEADS.compress_stride
+        piece, cu = raw.detach()[first:last], packed_offsets([1024], DEVICE)
+        rows, tokens = (torch.arange(n, device=DEVICE) for n in (63, 1024))
+        inputs = {"x": piece, "dout": dy[row : row + 63]}
+        # Tokens at the ends of a piece belong to blocks of its neighbours, too.
+        sample = Sample(rows, tokens[16:-16], cu, cu)
+        check_sampled(
+            lambda d, given=(inputs, sample): sampled_values("compress", *given, MANY_HEADS, d),
+            {"y": y.detach()[row : row + 63], "dx": dx[first:last]},
+            BF16,
+            "compress",
+        )
 
 
 def spread_blocks() -> Tensor:
-    """Block 0, the query's own, and blocks spread over what lies before it, without scores."""
+    """Block 0, the query's own, and blocks spread over the tokens before it, without scores."""
     current = torch.arange(TOTAL, device=DEVICE) % CASE.lengths_k[0] // SEED.block_size
     current = current[:, None, None]
     step = torch.arange(SEED.num_selected_blocks, device=DEVICE)

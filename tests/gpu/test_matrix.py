@@ -15,9 +15,16 @@ from torch import Tensor
 
 from nsa import NSAConfig, compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
-from tests.ops.checks import CHECKS, check_project
-from tests.ops.properties import check_same_bits
-from tests.ops.public import ALGORITHMS, RUNS, check_selection, run_whole
+from tests.gpu.test_properties import SETTING
+from tests.ops.properties import test_same_bits_on_every_run
+from tests.ops.public import (
+    ALGORITHMS,
+    CHECKS,
+    RUNS,
+    check_project,
+    check_selection,
+    run_whole,
+)
 
 # Compiling takes most of the time, on one core a kernel: processes share the GPU and the cache of
 # compiled kernels.
@@ -90,7 +97,7 @@ def test_gathering_in_segments():
     """Queries in four parts, as for long sequences, where one part would need too much memory."""
     with mock.patch("nsa.ops.selected.launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
-        check_same_bits("gathered", seed_case(1200, 70, 0, 33))
+        test_same_bits_on_every_run("gathered", "bf16", SETTING)
 
 
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
@@ -129,7 +136,7 @@ def test_options_of_the_selection(changes):
 
 
 def test_ties_go_to_the_lower_block():
-    """With q = 0 all compressed keys weigh the same: inner blocks tie exactly."""
+    """All compressed keys have the same weight if q is 0: inner blocks tie exactly."""
     case = seed_case(3000)
     x = case.inputs()
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
@@ -142,6 +149,6 @@ def test_ties_go_to_the_lower_block():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_gates_by_softmax(temperature):
-    """Of the sigmoid those of the matrix are."""
+    """The matrix has sigmoid gates."""
     config = of_seed(gate="softmax", gate_temperature=temperature)
     check_project(dataclasses.replace(MATRIX["bf16 G6 D64"], config=config))

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu.matrix import MATRIX, seed_case
-from tests.ops.checks import CHECKS
 from tests.ops.poison import poisoned_memory
-from tests.ops.public import RUNS, Case
+from tests.ops.public import CHECKS, RUNS, Case
 from tests.ops.registration import tensors_of, whole_of
 
 LIMIT_KIB = 12.0  # a token, beyond inputs, outputs, gradients and what is saved for backward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ LARGER: dict[str, Any] = {
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("how", LAUNCHED)
-def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) -> None:
+def test_every_kernel_finds_its_stage(tmp_path, how, attention):
     model = {"attention": attention, "width": 128, "mlp_hidden_size": 320, "num_layers": 2}
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -66,7 +65,7 @@ def test_every_kernel_finds_its_stage(tmp_path: Path, how: str, attention: str) 
 
 
 @pytest.mark.parametrize("how", LAUNCHED)
-def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path: Path, how: str) -> None:
+def test_rows_of_layers_do_not_depend_on_how_a_step_is_launched(tmp_path, how):
     changes = {**LARGER, "micro_batch": 2, "steps": 8, "log_every": 2}
     found: list[Any] = []
     for launch in (how, "eager"):

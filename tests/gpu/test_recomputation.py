@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def held_after_forward(attention: Any, policy: CheckpointingConfig, num_layers: 
 
 @pytest.mark.parametrize("policy", ["full", "operators"])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_a_layer_keeps_what_is_promised(attention: Any, policy: str) -> None:
+def test_a_layer_keeps_what_is_promised(attention, policy):
     held_after_forward(attention, POLICIES[policy], 1)  # what libraries keep for themselves
     two, four = (held_after_forward(attention, POLICIES[policy], number) for number in (2, 4))
     promised = sum(kept_bytes(LMConfig(attention=attention), POLICIES[policy].keeps(0)).values())
@@ -72,7 +71,7 @@ def gradients(policy: CheckpointingConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_equal_bit_for_bit(policy: str) -> None:
+def test_gradients_are_equal_bit_for_bit(policy):
     expected, found = gradients(CheckpointingConfig()), gradients(POLICIES[policy])
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -80,7 +79,7 @@ def test_gradients_are_equal_bit_for_bit(policy: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("policy", ["full", "operators"])
-def test_compiled_steps_are_near(tmp_path: Path, policy: Any) -> None:
+def test_compiled_steps_are_near(tmp_path, policy):
     results = []
     for checkpointing in (CheckpointingConfig(), CheckpointingConfig(policy)):
         config = tiny_config(tmp_path, device="cuda", compile=True, model={"num_layers": 2})

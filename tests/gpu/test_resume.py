@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("how", HOW)
-def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) -> None:
+def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path, how):
     config = tiny_config(
         tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, log_every=1, checkpoint_every=0
     )
@@ -59,9 +58,7 @@ def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path: Path, how: str) 
     ("how", "number"),
     [("as it is", 4), ("compiled and replayed", 3), ("by Muon, replayed", 2), ("long", 2)],
 )
-def test_killed_at_random_moments(
-    tmp_path: Path, how: str, number: int, monkeypatch: pytest.MonkeyPatch, count
-) -> None:
+def test_killed_at_random_moments(tmp_path, how, number, monkeypatch, count):
     # New processes: one that is forked cannot count on CUDA.
     monkeypatch.setattr(cases, "FORKS", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(

@@ -33,7 +33,7 @@ builder = interpreter.interpreter_builder
 
 
 def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """In place of ``ReduceOps.generic_reduce``."""
+    """Replaces ``ReduceOps.generic_reduce``."""
     arrays = [x.handle.data.reshape(-1) if self.axis is None else x.handle.data for x in inputs]
     axis = self.axis or 0
 
@@ -59,7 +59,7 @@ def fold(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def scan(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """In place of ``ScanOps.generic_scan``."""
+    """Replaces ``ScanOps.generic_scan``."""
     arrays = [x.handle.data for x in inputs]
 
     def as_tensors(slices: tuple[Any, ...]) -> list[Any]:
@@ -81,7 +81,7 @@ def scan(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def patch_once(original: Any) -> Any:
-    """In place of ``_patch_lang``: nothing is left to patch in modules that were patched since the
+    """Replaces ``_patch_lang``: nothing is left to patch in modules that were patched since the
     launch of the kernel.
     """
     patched: set[str] = set()
@@ -134,13 +134,13 @@ def patches_of(package: Any) -> list[tuple[str, Any]]:
 
 
 def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """In place of ``_patch_builtin``."""
+    """Replaces ``_patch_builtin``."""
     for name, member in patches_of(package):
         scope.set_attr(package, name, member)
 
 
 def once_a_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """In place of ``_get_np_dtype``."""
+    """Replaces ``_get_np_dtype``."""
     found: dict[str, Any] = {}
 
     def np_dtype(dtype: Any) -> Any:
@@ -168,7 +168,7 @@ def facts_of(sizes: tuple[int, ...]) -> tuple[Any, int, str, Any, Any]:
 
 
 def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """In place of ``block_type.__init__``."""
+    """Replaces ``block_type.__init__``."""
     sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
     self.element_ty = element_ty
     self.facts = facts_of(sizes)
@@ -177,7 +177,7 @@ def init_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def with_element_ty(self: Any, element_ty: Any) -> Any:
-    """In place of ``block_type.with_element_ty``."""
+    """Replaces ``block_type.with_element_ty``."""
     block = core.block_type.__new__(core.block_type)
     block.element_ty = element_ty
     block.facts = self.facts
@@ -187,7 +187,7 @@ def with_element_ty(self: Any, element_ty: Any) -> Any:
 
 
 def init_tensor(self: Any, handle: Any, type: Any) -> None:
-    """In place of ``tensor.__init__``."""
+    """Replaces ``tensor.__init__``."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     if type.is_block():
         *_, self.shape, self.numel = type.facts
@@ -196,12 +196,12 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def equal_types(original: Any) -> Any:
-    """In place of ``dtype.__eq__``."""
+    """Replaces ``dtype.__eq__``."""
     return lambda self, other: self is other or original(self, other)
 
 
 def unwrap(original: Any) -> Any:
-    """In place of ``_unwrap_if_constexpr``."""
+    """Replaces ``_unwrap_if_constexpr``."""
     plain = {core.tensor, int, float, bool, type(None), core.dtype, core.block_type}
 
     def unwrap_if_constexpr(x: Any) -> Any:
@@ -214,7 +214,7 @@ def unwrap(original: Any) -> Any:
 
 
 def fits() -> Any:
-    """In place of ``_validate_np_data_size``."""
+    """Replaces ``_validate_np_data_size``."""
     most: dict[str, float] = {}  # bytes of an element
 
     def data_fit(data: Any, dtype: Any) -> bool:
@@ -228,7 +228,7 @@ def fits() -> Any:
 
 
 def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-    """In place of ``TensorHandle.__init__``."""
+    """Replaces ``TensorHandle.__init__``."""
     self.data, self.dtype = data, dtype
     self.attr = {} if attr is None else attr
     if not interpreter._validate_np_data_size(data, dtype):
@@ -236,7 +236,7 @@ def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = 
 
 
 def constants(original: Any) -> Any:
-    """In place of ``scalar_constant``."""
+    """Replaces ``scalar_constant``."""
     arrays: dict[tuple[Any, str], Any] = {}
 
     def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
@@ -258,7 +258,7 @@ def together(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def broadcast(original: Any) -> Any:
-    """In place of ``broadcast_impl_value``."""
+    """Replaces ``broadcast_impl_value``."""
 
     def splat(x: Any, like: Any) -> Any:
         kind = like.with_element_ty(x.dtype)
@@ -291,7 +291,7 @@ WHOLE, REAL = {"int32", "int64"}, {"fp32", "fp64"}
 
 
 def operands(original: Any) -> Any:
-    """In place of ``binary_op_type_checking_impl``."""
+    """Replaces ``binary_op_type_checking_impl``."""
 
     def with_number(self: Any, x: Any, number: Any) -> Any:
         """A number as a constant of the tensor's type, where no rule says otherwise."""

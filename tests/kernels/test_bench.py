@@ -28,7 +28,7 @@ OPERATORS = ("compress", "compressed", "choice", "window", "combine")
 CASES = [f"attention.{name}" for name in OPERATORS]
 
 
-def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch):
     monkeypatch.setattr(tune, "time_call", lambda call, *_, **__: (call(), NOT_TIMED)[1])
     shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
     points = (Point(shape, 128, 1, "random", torch.float32, cpu),)
@@ -47,7 +47,7 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch: pytest.Mo
     )
 
 
-def test_other_tiles_are_looked_up_though_launches_are_replayed() -> None:
+def test_other_tiles_are_looked_up_though_launches_are_replayed():
     shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
     point, config = Point(shape, 128, 1, "random", torch.float32, cpu), shape.config(SMALL)
     case = cases.CASES["attention.window"]
@@ -80,7 +80,7 @@ def test_kernels_pass_the_gate(case: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("provider", ["nsa", "dense-scan"])
-def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider: str) -> None:
+def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider):
     class Small(Shape):
         def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
             return super().config({**SMALL, **(overrides or {})})
@@ -99,7 +99,7 @@ def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider: str) 
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_bytes_of_a_models_step(attention: Any) -> None:
+def test_bytes_of_a_models_step(attention):
     heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
     pattern = NSAConfig(**{**heads, **SMALL})
     config = LMConfig(50, 32, 2, attention, pattern, mlp_hidden_size=64)

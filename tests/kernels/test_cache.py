@@ -15,7 +15,7 @@ from tests.ops.cases import small
 CHUNKS = (37, 9, 12)  # the first is alone, the others come behind a past
 
 
-def test_chunks_of_a_prompt() -> None:
+def test_chunks_of_a_prompt():
     torch.manual_seed(0)
     layer = NativeSparseAttention(32, small(num_heads=2, num_kv_heads=1, value_dim=16))
     x = torch.randn(sum(CHUNKS), 32)

@@ -50,7 +50,7 @@ class Full:
 
     @classmethod
     def of(cls, module: NativeSparseAttention, x: Tensor) -> Full:
-        """Of tokens ``[T, width]``."""
+        """Full pass over tokens ``[T, width]``."""
         double = NativeSparseAttention(WIDTH, module.config).double()
         double.load_state_dict(module.state_dict())
         seen = list[Tensor | None]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +21,7 @@ def as_on_a_gpu(function: str, backend: str, x: torch.Tensor, argument: str = ""
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, TABLES[2]], ids=str)
-def test_steps(changes: dict[str, Any]) -> None:
+def test_steps(changes):
     model: LanguageModel = make(**changes, mlp="swiglu").float()
     decoder = Decoder(model, 3, max_tokens=100)
     prompts = texts()
@@ -40,7 +39,7 @@ def test_steps(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 12, 70])
 @pytest.mark.parametrize(("width", "columns"), [(24, 40), (1100, 17)])
-def test_linear(rows: int, width: int, columns: int) -> None:
+def test_linear(rows, width, columns):
     generator = torch.Generator().manual_seed(rows)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -60,7 +59,7 @@ def test_linear(rows: int, width: int, columns: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_many_rows_are_multiplied_by_pytorch() -> None:
+def test_many_rows_are_multiplied_by_pytorch():
     """The result then takes the memory of what it is added to."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(257, 8, generator=generator), torch.randn(6, 8, generator=generator)

@@ -1,6 +1,6 @@
 """Tokens and heads more than 2^31 elements apart: address arithmetic in 32 bits would wrap.
 
-The tensors lie in memory that is reserved and hardly touched. A wrapped address ends the process,
+The tensors use memory that is reserved and hardly touched. A wrapped address ends the process,
 so the operators run in one of their own, which says what it has come to.
 """
 

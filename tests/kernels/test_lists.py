@@ -25,7 +25,7 @@ def selections(num_queries: int, num_blocks: int, dtype: torch.dtype) -> Tensor:
 def expected(
     found: Tensor, lengths: list[int], past: int, group: int, rows: int
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """By head and number of the tile the blocks with their query masks; see ``find_tile``."""
+    """Blocks with their query masks, by head and index of the tile; see ``find_tile``."""
     lists, begin = dict[tuple[int, int], list[tuple[int, int]]](), 0
     for number, length in enumerate(lengths):
         before = begin * group // rows + number
@@ -44,7 +44,7 @@ def expected(
 
 
 def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
-    """The same of what a kernel gave; masks as whole numbers."""
+    """Blocks with their query masks as a kernel wrote them."""
     count = int(lists.count[head, tile, 2])
     block, mask = lists.block[head, tile, :count], lists.query_mask[head, tile, :count]
     return list(zip(block.tolist(), [m % (1 << 32) for m in mask.tolist()], strict=True))
@@ -57,14 +57,14 @@ def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     ids=["short", "32 queries", "with a past", "64 blocks"],
 )
 def test_lists(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    past: int,
-    word: int,
-    group: int,
-    rows: int,
-) -> None:
-    """Both ways find the same, which is right; all counts are equal."""
+    monkeypatch,
+    dtype,
+    past,
+    word,
+    group,
+    rows,
+):
+    """All ways find the expected lists and equal counts."""
     lengths = [70, 0, 33]
     queries, keys = ([n + more * bool(n) for n in lengths] for more in (0, past))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys))
@@ -85,5 +85,5 @@ def test_lists(
     assert results[0] == results[1] == results[2]
 
 
-def test_words_hold_64_blocks_at_most() -> None:
+def test_words_hold_64_blocks_at_most():
     assert [word_of(n) for n in (1, 32, 33, 64, 65, 4096)] == [32, 32, 64, 64, 0, 0]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_attention_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_kept(monkeypatch):
     monkeypatch.setattr(nsa.attention, "choose_backend", lambda name, backend, tensor: "triton")
     torch.manual_seed(0)
     model = LanguageModel(dataclasses.replace(MODEL, nsa=dataclasses.replace(PATTERN, phi="mean")))

@@ -50,9 +50,7 @@ class AskedError(Exception):
 
 @pytest.mark.parametrize("name", operator_names())
 def test_operator_guards_its_device(name, calls, monkeypatch):
-    """No operator runs without a look at where its tensors lie, so one registered in another way is
-    noticed.
-    """
+    """Every operator looks at the device of its tensors before it runs."""
 
     def ask(arguments):
         raise AskedError
@@ -79,7 +77,7 @@ def test_a_sign_that_is_still_to_be_applied():
 
 
 def test_autocast_of_another_dtype_is_recorded_anew():
-    """What a launcher casts to follows from it."""
+    """A launcher casts to the dtype of autocast."""
     programs, x = len(vars(cast)["programs"]), torch.randn(4)
     for dtype in (torch.bfloat16, torch.float16, None):
         for _ in range(3):

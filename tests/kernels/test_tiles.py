@@ -42,9 +42,7 @@ UNEVEN = [(7 * i) % 41 if i % 3 == 0 else 0 for i in range(300)]
     ],
 )
 def test_each_tile_once(lengths, size, heads):
-    """As many programs as the layout says find every tile of every sequence once, in order; the
-    others find none.
-    """
+    """Programs find every tile of every sequence once, in order; the others find none."""
     check_tiles(lengths, size, heads)
 
 

@@ -51,10 +51,10 @@ def greedy(
 def first_differences(
     model: LanguageModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> dict[int, tuple[int, float]]:
-    """Where a text is not what the model says without a cache, by its number.
+    """First token of each text that the model without a cache would not have written.
 
-    Gives the place of the first such token, and how much more likely the model's own is, in logits.
-    Up to there the model would have written the same text, token by token.
+    Returns, by the index of the text, the position of the token and the distance of its logit from
+    the largest one.
     """
     found = dict[int, tuple[int, float]]()
     device = model.embedding.weight.device

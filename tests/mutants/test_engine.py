@@ -71,12 +71,13 @@ def test_a_break_that_does_not_fit_is_named(tree, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- {name: a: b}", "while parsing a flow mapping"),
-        ("- {name: a, why: w, file: f, old: x, new: y}", "tests\n  Field required"),
-        ("- {name: a, why: w, file: f, old: x, new: y, tests: [t], speed: 1}", "speed\n  Unexp"),
-        ("- {name: a, why: w, file: f, old: x, new: x, tests: [t]}", "changes nothing"),
-        ("- {name: a, why: w, file: f, old: x, new: y, tests: []}", "names no test"),
-        ("- &m {name: a, why: w, file: f, old: x, new: y, tests: [t]}\n- *m", "used twice"),
+        ("f: {a: b: c}", "while parsing a flow mapping"),
+        ("fast: []\nf: {a: [w, x, y]}", "a changes nothing, names no test"),
+        ("fast: []\nf: {a: [w, x], tests: [t]}", "at least 3 items"),
+        ("fast: []\nf: {a: [w, x, x, t]}", "changes nothing"),
+        ("fast: []\nf: {a: [w, x, y, t]}\ng: {a: [w, x, y, t]}", "used twice"),
+        ("fast: [b]\nf: {a: [w, x, y, t]}", "do not exist: {'b'}"),
+        ("f: {a: [w, x, y, t]}", "fast\n  Field required"),
     ],
 )
 def test_list_is_checked(tmp_path, text, message):

@@ -87,9 +87,8 @@ class Batch:
     @property
     def positions(self) -> np.ndarray:
         """Position of each query row in its sequence."""
-        return np.concatenate(
-            [np.arange(s - t, s) for t, s in zip(self.lengths_q, self.lengths_k, strict=True)]
-        )
+        pairs = zip(self.lengths_q, self.lengths_k, strict=True)
+        return np.concatenate([np.arange(0), *(np.arange(s - t, s) for t, s in pairs)])
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape) * scale)

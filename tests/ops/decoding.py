@@ -1,8 +1,9 @@
-"""A decode step by kernels on one case, against fp64: on a GPU, or in Triton's interpreter."""
+"""A decode step by kernels on one case, against fp64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from nsa import NSACache, Rope, Sequences
 from nsa.attention import AttentionInputs
 from nsa.cache import cache
-from nsa.testing import PackedInputs, assert_within_budget, packed_offsets
-from nsa.testing.sampled import SampledWhole, check_sampled, sampled_selection
-from tests.ops.public import Case, agree, cu, every, parameters_of, phi_of
+from nsa.testing import PackedInputs, packed_offsets
+from nsa.testing.sampled import Phi, Sample, check_sampled, sampled_selection, sampled_values
+from tests.ops.public import Case, agree, every, named_tensors, parameters_of, phi_of
 
 RAW = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
 
@@ -69,7 +70,7 @@ class Decoded:
         return [n - self.count for n in self.case.lengths_k]
 
     def rows(self, first: list[int], counts: list[int]) -> Tensor:
-        """Where the tokens from ``first`` on of each sequence lie."""
+        """Packed rows of ``counts`` tokens of each sequence from ``first`` on."""
         starts = self.x.cu_seqlens_k.tolist()
         return torch.cat(
             [torch.arange(n) + a + s for a, n, s in zip(first, counts, starts[:-1], strict=True)]
@@ -127,25 +128,27 @@ class Decoded:
         """A step against fp64, its selection by the compressed keys as stored; its reads."""
         case, config, x = self.case, self.case.config, self.x
         out, ids, reads = self.step()
-        q_cmp, rope = self.q_cmp, Rope.from_config(config)
-        sampled = SampledWhole(x, config, ids, phi_of(parameters_of(case)), q_cmp, rope)
-        rows, stored = every(x.q), self.compressed_keys()
-        plain, exact = (sampled.compressed("k", dtype) for dtype in (case.dtype, torch.float64))
-        assert_within_budget(stored, plain, exact, "decode k_cmp", case.factor)
-        scored = x.q if q_cmp is None else q_cmp
-        agree(sampled_selection(scored, stored, config, **cu(x)).agreement(rows, ids))
-        check_sampled(
-            lambda dtype: sampled.at_queries(rows, dtype),
-            {"out": out},
-            rows,
-            case.dtype,
-            "decode",
-            case.factor,
-        )
+        weights = phi_of(parameters_of(case)) or (None, None)
+        phi = Phi(*weights, Rope.from_config(config))
+        inputs, stored = {**named_tensors(x), "block_indices": ids}, self.compressed_keys()
+        scored = x.q
+        if self.q_cmp is not None:
+            inputs["q_cmp"] = scored = self.q_cmp
+        sample = Sample(every(x.q), every(x.q)[:0], x.cu_seqlens_q, x.cu_seqlens_k)
+        of_blocks = sample._replace(queries=every(stored))
+
+        def values(name: str, given: dict[str, Tensor], rows: Sample) -> Any:
+            return lambda dtype: sampled_values(name, given, rows, config, dtype, phi)
+
+        more = case.dtype, "decode", case.factor
+        raw = {"x": x.k_cmp_raw}
+        check_sampled(values("compress", raw, of_blocks), {"y": stored}, *more)
+        agree(sampled_selection(scored, stored, sample, config).agreement(ids))
+        check_sampled(values("attention", inputs, sample), {"out": out}, *more)
         assert reads.tolist() == self.expected_reads(ids.cpu()).tolist()
 
     def compressed_keys(self) -> Tensor:
-        """Those in the cache, packed."""
+        """Compressed keys in the cache, packed."""
         config, tensors = self.case.config, self.cache.layers[0].tensors
         assert tensors is not None
         assert tensors.k_cmp is not None

@@ -1,15 +1,18 @@
-"""Properties of docs/semantics.md through the public operators: any backend, device and dtype.
+"""The suite of every backend: operators against fp64, and the properties of docs/semantics.md.
 
-Results are compared bit for bit, or within the error budget.
+A test module that imports everything from here runs the suite on its ``SETTING``: the references,
+kernels in Triton's interpreter, or kernels on a GPU. Results are compared bit for bit, or within
+the error budget.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,16 +29,15 @@ from nsa import (
 from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
-from nsa.testing import PackedInputs, assert_within_budget
+from nsa.testing import assert_within_budget
 from nsa.testing.budget import CEILING
-from nsa.testing.sampled import SampledWhole
 from tests.ops.cases import plain_attention
 from tests.ops.public import (
     ALGORITHMS,
+    CHECKS,
     RUNS,
     Case,
     Results,
-    every,
     leaves_of,
     named_tensors,
     run_whole,
@@ -146,230 +148,225 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def check_causality(name: str, case: Case, times: Sequence[int]) -> None:
-    """Other values for all tokens after t change no bit up to t; of one sequence."""
-    case = fixed(case)
-    x, other = tokens_of(case), tokens_of(case, seed=1)
-    expected = run_rows(name, x, case)
-    first = case.lengths_k[0] - case.queries[0]
-    changed_later = False
-    for t in times:
-        mixed = {}
-        for key, tensor in x.items():
-            cut = t + 1 - first if key in OF_QUERIES else t + 1
-            mixed[key] = torch.cat(
-                (tensor[:cut], (1 if key == "block_indices" else 50) * other[key][cut:])
-            )
-        for actual, wanted in zip(run_rows(name, mixed, case), expected, strict=True):
-            assert equal_bits(actual[: t + 1 - first], wanted[: t + 1 - first]), (
-                f"{name}: a result up to {t} changed"
-            )
-            changed_later |= not equal_bits(actual, wanted)
-    assert changed_later
+# ------------------------------------------------------------------------------
+# the suite
 
 
-def check_same_bits(name: str, case: Case, runs: int = 3) -> None:
-    """Results and gradients of every run are the same bits."""
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Cases of one backend.
+
+    Attributes:
+        cases: by name; every operator is checked on each.
+        likes: by name; dtype, device, backend and pattern of the properties.
+        one: tokens of one sequence that is longer than the selected blocks.
+        times: positions of that sequence, at edges of blocks.
+        packed: tokens of sequences, the second of them short.
+        covered: tokens that the selected blocks cover.
+        left_out: names of operators that the backend does not have.
+        fewer: keys in front of the first query, in the tests of causality.
+    """
+
+    cases: Mapping[str, Case]
+    likes: Mapping[str, Case]
+    one: int
+    times: tuple[int, ...]
+    packed: tuple[int, ...]
+    covered: int
+    left_out: frozenset[str] = frozenset()
+    fewer: tuple[int, ...] = (0,)
+
+    def case(self, like: str, *lengths: int) -> Case:
+        return dataclasses.replace(self.likes[like], lengths_k=lengths, lengths_q=None)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    setting: Setting = metafunc.module.SETTING
+    for argument, values in {
+        "checked": CHECKS,
+        "case": setting.cases,
+        "operator": OPERATORS,
+        "like": setting.likes,
+        "algorithm": ALGORITHMS,
+    }.items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, [x for x in values if x not in setting.left_out])
+
+
+@pytest.fixture
+def setting(request: pytest.FixtureRequest) -> Setting:
+    found: Setting = request.module.SETTING
+    return found
+
+
+# Calls without a token: of no sequence, of empty ones, and of no query before cached keys.
+EMPTY: dict[str, dict[str, Any]] = {
+    "no batch": {"lengths_k": (), "dense": True},
+    "empty batch": {"lengths_k": (0, 0), "dense": True},
+    "no sequence": {"lengths_k": ()},
+    "no token": {"lengths_k": (0, 0)},
+    "no query": {"lengths_k": (7, 33), "lengths_q": (0, 0)},
+}
+
+
+@pytest.mark.parametrize("changes", EMPTY.values(), ids=EMPTY)
+def test_operator_without_a_token(checked, changes, setting):
+    """Results are empty; gradients are 0, never None."""
+    like = next(iter(setting.likes.values()))
+    CHECKS[checked](dataclasses.replace(like, **changes))
+
+
+def test_operator(checked, case, setting):
+    CHECKS[checked](setting.cases[case])
+
+
+def test_causality_bit_for_bit(operator, like, setting):
+    """Other values for all tokens after t change no bit up to t."""
+    for fewer in setting.fewer:
+        case = fixed(setting.case(like, setting.one))
+        case = dataclasses.replace(case, lengths_q=(setting.one - fewer,))
+        x, other = tokens_of(case), tokens_of(case, seed=1)
+        expected = run_rows(operator, x, case)
+        changed_later = False
+        for t in setting.times:
+            mixed = {}
+            for key, tensor in x.items():
+                cut = t + 1 - fewer if key in OF_QUERIES else t + 1
+                later = (1 if key == "block_indices" else 50) * other[key][cut:]
+                mixed[key] = torch.cat((tensor[:cut], later))
+            for actual, wanted in zip(run_rows(operator, mixed, case), expected, strict=True):
+                rows = slice(t + 1 - fewer)
+                assert equal_bits(actual[rows], wanted[rows]), f"a result up to {t} changed"
+                changed_later |= not equal_bits(actual, wanted)
+        assert changed_later
+
+
+def test_same_bits_on_every_run(operator, like, setting):
+    case = setting.case(like, *setting.packed)
     x = tokens_of(case)
-    first = with_gradients(name, x, case)
-    for _ in range(runs - 1):
-        for key, tensor in with_gradients(name, x, case).items():
-            assert equal_bits(first[key], tensor), f"{name}: {key} differs from run to run"
+    first = with_gradients(operator, x, case)
+    for _ in range(4 if case.device == "cuda" else 1):
+        for key, tensor in with_gradients(operator, x, case).items():
+            assert equal_bits(first[key], tensor), f"{key} differs from run to run"
 
 
-def check_nan_isolation(name: str, case: Case, poisoned: int) -> None:
-    """One sequence is all NaN: results and gradients of the others keep every bit."""
-    case = fixed(case)
+def test_nan_reaches_no_other_sequence(operator, like, setting):
+    """The second sequence is all NaN: results and gradients of the others keep every bit."""
+    case = fixed(setting.case(like, *setting.packed))
     x = tokens_of(case)
+    start, end = case.lengths_k[0], sum(case.lengths_k[:2])
     dirty = {key: tensor.clone() for key, tensor in x.items()}
-    keep = {}
     for key, tensor in dirty.items():
-        lengths = case.queries if key in OF_QUERIES else case.lengths_k
-        start = sum(lengths[:poisoned])
         if key != "block_indices":
-            tensor[start : start + lengths[poisoned]] = torch.nan
-        rows = torch.arange(tensor.shape[0], device=tensor.device)
-        keep[key] = (rows < start) | (rows >= start + lengths[poisoned])
-    clean, other = (with_gradients(name, y, case) for y in (x, dirty))
+            tensor[start:end] = torch.nan
+    clean, other = (with_gradients(operator, y, case) for y in (x, dirty))
     for key, tensor in clean.items():
-        others = keep["q" if key.startswith("result") else key]
-        assert equal_bits(tensor[others], other[key][others]), (
-            f"{name}: {key} of a sequence without NaN changed"
-        )
-        if key == "result 0" and name != "choice":
-            assert bool(other[key][~others].isnan().any())
+        for part in (slice(start), slice(end, None)):
+            assert equal_bits(tensor[part], other[key][part]), f"{key} without NaN changed"
+        if key == "result 0" and operator != "choice":
+            assert bool(other[key][start:end].isnan().any())
 
 
-def _part(x: PackedInputs, case: Case, sequence: int) -> tuple[Case, PackedInputs]:
-    """One sequence of a case as a case of its own."""
-    q, k = (
-        slice(sum(n[:sequence]), sum(n[: sequence + 1])) for n in (case.queries, case.lengths_k)
-    )
-    lengths_k, lengths_q = (case.lengths_k[sequence],), (case.queries[sequence],)
-    alone = dataclasses.replace(case, lengths_k=lengths_k, lengths_q=lengths_q)
-    tokens = named_tensors(x)
-    tensors = {name: y[q if name in OF_QUERIES else k] for name, y in tokens.items()}
-    return alone, dataclasses.replace(alone.inputs(), **tensors)
-
-
-def _selection_of(results: Results) -> Tensor:
-    assert isinstance(results.sampled, SampledWhole)
-    assert results.sampled.block_indices is not None
-    return results.sampled.block_indices
-
-
-def check_packed_equals_separate(name: str, case: Case) -> None:
-    """The sequences of a batch, run one by one, meet the budget of the batch."""
-    x = case.inputs()
-    packed = RUNS[name](case)
-    packed.check()
-    parts: list[Results] = []
-    for sequence, length in enumerate(case.queries):
-        alone, inputs = _part(x, case, sequence)
-        first = sum(case.queries[:sequence])
-        given: dict[str, Any] = {"dout": packed.dout[first : first + length]}
-        if name in ALGORITHMS:
-            given["block_indices"] = case.block_indices()[first : first + length]
-        parts.append(RUNS[name](alone, inputs, **given))
-    joined = dataclasses.replace(
-        packed,
-        name=f"separate {name}",
-        of_queries={
-            key: torch.cat([part.of_queries[key] for part in parts]) for key in packed.of_queries
-        },
-        of_keys={
-            key: torch.cat([part.of_keys[key][: part.num_keys] for part in parts])
-            for key in packed.of_keys
-        },
-        of_weights={},
-    )
-    if isinstance(packed.sampled, SampledWhole):
-        ids = torch.cat([_selection_of(part) for part in parts])
-        joined.sampled = dataclasses.replace(packed.sampled, block_indices=ids)
-    joined.check()
-
-
-def check_full_coverage(case: Case) -> None:
-    """Where blocks or window cover the sequence, the branch is dense causal attention."""
-    config, length = case.config, case.lengths_k[0]
-    assert config.num_selected_blocks * config.block_size >= length
+def test_full_coverage_is_dense_attention(like, setting):
+    """If blocks or the window cover the sequence, the branch is dense causal attention."""
+    length = setting.covered
+    case = setting.case(like, length)
+    config = case.config
     wide = dataclasses.replace(case, config=dataclasses.replace(config, window_size=length))
     ids = torch.arange(config.num_selected_blocks, dtype=torch.int32, device=case.device)
     ids = ids.expand(length, config.num_kv_heads, -1).contiguous()
-    x = case.inputs()
-    visible = (
-        torch.ones(length, length, dtype=torch.bool, device=case.device)
-        .tril()[:, None]
-        .expand(-1, config.num_kv_heads, -1)
-    )
-    chosen = [(RUNS[name](case, block_indices=ids), x.k_slc, x.v_slc) for name in ALGORITHMS]
-    for results, k, v in (*chosen, (RUNS["window"](wide), x.k_win, x.v_win)):
+    visible = torch.ones(length, length, dtype=torch.bool, device=case.device).tril()[:, None]
+    visible = visible.expand(-1, config.num_kv_heads, -1)
+    chosen = [RUNS[name](case, block_indices=ids) for name in ALGORITHMS]
+    for results in (*chosen, RUNS["window"](wide)):
+        q, k, v, dout = (results.inputs[name] for name in ("q", "k", "v", "dout"))
         values = {}
         for dtype in (case.dtype, torch.float64):
-            leaves = leaves_of(x.q.to(dtype), k.to(dtype), v.to(dtype))
+            leaves = leaves_of(q.to(dtype), k.to(dtype), v.to(dtype))
             out = plain_attention(leaves[0], leaves[1], leaves[2], visible, config.head_dim**-0.5)
-            grads = torch.autograd.grad(out, leaves, results.dout.to(dtype))
+            grads = torch.autograd.grad(out, leaves, dout.to(dtype))
             values[dtype] = (out.detach(), *grads)
-        actual = (
-            results.of_queries["out"],
-            results.of_queries["dq"],
-            results.of_keys["dk"],
-            results.of_keys["dv"],
-        )
-        for name, found, plain, exact in zip(
-            ("out", "dq", "dk", "dv"), actual, *values.values(), strict=True
-        ):
-            assert_within_budget(
-                found, plain, exact, f"full coverage: {results.name} {name}", case.factor
-            )
+        actual = {**results.of_queries, **results.of_keys}
+        for name, plain, exact in zip(("out", "dq", "dk", "dv"), *values.values(), strict=True):
+            what = f"{results.operator} {name}"
+            assert_within_budget(actual[name], plain, exact, what, case.factor)
 
 
-def check_one_hot_gates(case: Case) -> None:
+def test_one_hot_gates_are_one_branch(like, setting):
     """A gate of 1 on one branch and 0 on the others: the others add nothing and get no gradient."""
+    case = setting.case(like, setting.covered)
     for index, branch in enumerate(("cmp", "slc", "win")):
         x = case.inputs()
         gates = torch.zeros_like(x.gates)
         gates[..., index] = 1
         results = run_whole(case, dataclasses.replace(x, gates=gates))
-        assert isinstance(results.sampled, SampledWhole)
-        rows = every(results.dout)
-        plain, exact = (
-            results.sampled.branch(branch, d).at_queries(rows, d)["out"]
-            for d in (case.dtype, torch.float64)
-        )
-        assert_within_budget(
-            results.of_queries["out"], plain, exact, f"one-hot {branch}", case.factor
-        )
+        results.check()
         for key, grad in results.of_keys.items():
             assert bool(grad.any()) == (branch in key), f"one-hot {branch}: gradient of {key}"
 
 
-def check_shuffled_indices(name: str, case: Case) -> None:
-    """The order of the indices does not matter beyond rounding."""
+def test_order_of_indices_does_not_matter(algorithm, like, setting):
+    """Results differ by rounding alone."""
+    case = setting.case(like, *setting.packed)
     ids = case.block_indices()
     generator = torch.Generator(device=ids.device).manual_seed(6)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(-1)
-    shuffled = ids.gather(-1, order)
-    assert not torch.equal(ids, shuffled)
+    assert not torch.equal(ids, ids.gather(-1, order))
     ascending, other = (
-        RUNS[name](case, block_indices=indices) for indices in (ids.sort(-1).values, shuffled)
+        RUNS[algorithm](case, block_indices=y) for y in (ids.sort(-1).values, ids.gather(-1, order))
     )
     ascending.check()
-    other.sampled = ascending.sampled
+    other.inputs["block_indices"] = ascending.inputs["block_indices"]
     other.check()
 
 
-def check_repeated_indices(name: str, case: Case) -> None:
-    """A block that is named twice counts once: the bits of the indices without the repetition."""
+def test_a_block_that_is_named_again_counts_once(algorithm, like, setting):
+    """Results have the bits of the indices without the repetition, int64 ones too."""
+    case = setting.case(like, *setting.packed)
     ids = case.block_indices()
+    repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1).long()
+    repeated = torch.where(repeated < 0, 2**32 + 1, repeated)  # 32 bits would take it for block 1
     once = torch.cat((ids, torch.full_like(ids, -1)), dim=-1)
-    repeated = torch.cat((ids, ids.roll(1, -1)), dim=-1)
-    found, expected = (RUNS[name](case, block_indices=indices) for indices in (repeated, once))
+    found, expected = (RUNS[algorithm](case, block_indices=y) for y in (repeated, once))
     for x, y in ((found.of_queries, expected.of_queries), (found.of_keys, expected.of_keys)):
-        assert all(torch.equal(x[key], y[key]) for key in y), name
+        assert all(torch.equal(x[key], y[key]) for key in y), algorithm
 
 
-def check_unchosen_blocks(operator: str, case: Case) -> None:
-    """dK and dV are exactly 0 for blocks of the sequence that no query selects, and only there."""
-    config, length = case.config, case.lengths_k[0]
-    num_blocks = -(-length // config.block_size)
-    rows = torch.arange(length, device=case.device)
-    # Head 0 takes block 0 and even blocks, head 1 and all others odd ones; the query's own block
-    # never.
-    parity = (torch.arange(config.num_kv_heads, device=case.device) > 0).int()
-    ids = (
-        2 * torch.arange(config.num_selected_blocks, device=case.device)[None, None]
-        + parity[None, :, None]
-    )
-    ids = torch.where(ids < (rows // config.block_size)[:, None, None], ids, -1).int().contiguous()
-    results = RUNS[operator](case, block_indices=ids)
+def test_unchosen_blocks_have_no_gradient(algorithm, like, setting):
+    """dK and dV are exactly 0 for blocks that no query selects, and only there."""
+    case, length = setting.case(like, setting.one), setting.one
+    size, heads = case.config.block_size, case.config.num_kv_heads
+    num_blocks = -(-length // size)
+    # Head 0 takes block 0 and even blocks, the others odd ones; never the query's own block.
+    odd = (torch.arange(heads, device=case.device) > 0).int()[None, :, None]
+    ids = 2 * torch.arange(case.config.num_selected_blocks, device=case.device) + odd
+    current = torch.arange(length, device=case.device)[:, None, None] // size
+    ids = torch.where(ids < current, ids, -1).int().contiguous()
+    results = RUNS[algorithm](case, block_indices=ids)
     results.check()
-    chosen = torch.zeros(config.num_kv_heads, num_blocks + 1, dtype=torch.bool, device=case.device)
-    for head in range(config.num_kv_heads):
-        chosen[head, ids[:, head].flatten().long()] = True
-    assert not bool(chosen[:, :num_blocks].all())
+    found = {(h, b) for h in range(heads) for b in ids[:, h].unique().tolist() if b >= 0}
+    assert 0 < len(found) < heads * num_blocks
     for name, grad in results.of_keys.items():
-        for head in range(config.num_kv_heads):
+        for head in range(heads):
             for block in range(num_blocks):
-                part = grad[block * config.block_size : (block + 1) * config.block_size, head]
-                assert bool(part.any()) == bool(chosen[head, block]), (
-                    f"{name} of block {block}, head {head}"
-                )
+                part = grad[block * size : (block + 1) * size, head]
+                assert bool(part.any()) == ((head, block) in found), f"{name} {head} {block}"
 
 
-def check_rope_shift(case: Case, shift: int = 512) -> None:
-    """Shifting all positions changes no output: in fp32, with a base whose angles are exact."""
-    assert case.dtype == torch.float32
-    assert case.config.rope_theta == 256
+def test_shifted_positions_change_nothing(setting):
+    """The test is in fp32, with a base whose angles are exact."""
+    like = next(case for case in setting.likes.values() if case.dtype == torch.float32)
+    config = dataclasses.replace(like.config, rope_theta=256.0, rotary_dim=16)
+    case = dataclasses.replace(like, config=config, lengths_k=(setting.one,), lengths_q=None)
     x = case.inputs()
     positions = query_positions(x.q.shape[0], x.cu_seqlens_q, x.cu_seqlens_k)
     found: list[Results] = []
-    for offset in (0, shift):
-        rope = dataclasses.replace(Rope.from_config(case.config), position_offset=offset)
+    for offset in (0, 512):
+        rope = dataclasses.replace(Rope.from_config(config), position_offset=offset)
         q, k_slc, k_win = (apply_rope(y, positions, rope) for y in (x.q, x.k_slc, x.k_win))
         moved = dataclasses.replace(x, q=q, k_slc=k_slc, k_win=k_win)
         found.append(run_whole(case, moved, rope=rope))
-    assert torch.equal(*(_selection_of(results) for results in found))
-    for key in ("out", "gates"):
+    assert torch.equal(*(results.inputs["block_indices"] for results in found))
+    for key in ("out", "dgates"):
         a, b = (results.of_queries[key].double() for results in found)
         assert float((a - b).norm() / a.norm()) <= CEILING[torch.float32], key

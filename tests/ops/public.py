@@ -1,6 +1,7 @@
-"""Each public operator on one case, forward and backward, against fp64: any backend, device, dtype.
+"""Checks of each operator on one case, forward and backward, against fp64.
 
-Tests of kernels run these in Triton's interpreter on small cases, and on a GPU on large ones.
+They run on any backend, device and dtype: on the references, on kernels in Triton's interpreter
+with small cases, and on a GPU with large ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from nsa import (
     NSAConfig,
@@ -28,21 +30,21 @@ from nsa import (
 )
 from nsa.config import BRANCHES
 from nsa.ops._operator import Call
+from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
-from nsa.ops.combination.reference import combine_reference
+from nsa.ops.embedding import embed
+from nsa.ops.projection import Columns, Gates, Heads, lay_together, project
 from nsa.ops.statistics import Statistics, add_statistics, new_statistics
 from nsa.testing import PackedInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
 from nsa.testing.sampled import (
-    SampledAttention,
-    SampledCompression,
-    SampledWhole,
+    Agreement,
+    Phi,
+    Sample,
     check_sampled,
-    sampled_compressed,
-    sampled_selected,
     sampled_selection,
-    sampled_window,
+    sampled_values,
 )
 from tests.ops.cases import make_batch
 from tests.ops.whole import phi_parameters
@@ -62,7 +64,7 @@ class Case:
         lengths_k, lengths_q: tokens of each sequence; queries None for as many as keys.
         dtype: of everything.
         device: where it runs.
-        dense: whether sequences, all alike, are given as a dense batch.
+        dense: whether sequences, of equal lengths, are given as a dense batch.
         backend: the one under test.
         algorithm: of the selected branch.
         seed: of the inputs.
@@ -111,25 +113,31 @@ class Case:
 
     def shaped(self, x: Tensor) -> Tensor:
         """Packed tokens as the operator gets them."""
-        return x.unflatten(0, (len(self.lengths_k), -1)) if self.dense else x
+        if not self.dense:
+            return x
+        batch = len(self.lengths_k)
+        return x.unflatten(0, (batch, x.shape[0] // batch if batch else 40))
 
     def flat(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1) if self.dense else x
 
     def offsets(self, x: PackedInputs) -> dict[str, Any]:
-        given = (
-            {} if self.dense else {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-        )
+        given = {} if self.dense else cu(x)
         return {**given, "backend": self.backend}
+
+    def sequences(self, x: PackedInputs) -> Sequences:
+        """Sequences of as many queries as keys, or of fewer."""
+        offsets = None if self.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
+        longest = (max(lengths, default=0) for lengths in (self.queries, self.lengths_k))
+        return Sequences(offsets, len(self.queries), *longest, x.q.device)
 
 
 def cu(x: PackedInputs) -> dict[str, Any]:
-    """Offsets for the oracle."""
     return {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
 
 
 def named_tensors(x: PackedInputs) -> dict[str, Tensor]:
-    """What has one row for each token, by name."""
+    """Tensors that have one row for each token, by name."""
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
     return {name: getattr(x, name) for name in names}
 
@@ -147,61 +155,57 @@ def every(x: Tensor) -> Tensor:
 class Results:
     """Packed results and gradients of an operator by name, and what computes them in fp64.
 
-    ``scored`` holds the queries and compressed keys by which the whole selected its blocks.
+    Attributes:
+        operator: name in :func:`sampled_values`.
+        inputs: of the oracle, the gradient of the output among them.
+        num_keys: rows of keys that belong to a sequence.
+        scored: queries and compressed keys by which the whole selected its blocks.
     """
 
-    name: str
     case: Case
+    operator: str
+    inputs: dict[str, Tensor]
+    x: PackedInputs
     of_queries: dict[str, Tensor]
     of_keys: dict[str, Tensor]
-    dout: Tensor
-    sampled: SampledAttention | SampledWhole
     num_keys: int
     of_weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    phi: Phi | None = None
     scored: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def dout(self) -> Tensor:
+        return self.inputs["dout"]
+
     def check(self, rows: Tensor | None = None, keys: Tensor | None = None) -> None:
-        """Hold everything, or some ``rows`` and ``keys``, against fp64."""
-        name, dtype, factor = self.name, self.case.dtype, self.case.factor
-        sampled, dout = self.sampled, self.dout
-        # Rows of compressed keys that no block owns have no gradient; nothing else may stand there.
+        """Compare everything, or some ``rows`` and ``keys``, with fp64."""
+        name, dtype, config = self.operator, self.case.dtype, self.case.config
+        # Rows of compressed keys that no block owns have no gradient.
         for key, grad in self.of_keys.items():
-            assert not bool(grad[self.num_keys :].any()), (
-                f"{name} {key}: not 0 in rows that no block owns"
-            )
-        weights = rows is None and keys is None and bool(self.of_weights)
-        rows = every(dout) if rows is None else rows
-        keys = torch.arange(self.num_keys, device=dout.device) if keys is None else keys
-        at_keys = sampled.at_tokens if isinstance(sampled, SampledWhole) else sampled.at_keys
-        queries = {d: sampled.at_queries(rows, d, dout) for d in (dtype, torch.float64)}
-        tokens = {d: at_keys(keys, d, dout) for d in (dtype, torch.float64)}
-        exact = {**queries[torch.float64], **tokens[torch.float64]}
-        size = max(
-            float(exact[key].norm()) for key in (*self.of_queries, *self.of_keys) if key != "lse"
-        )
-        for values, actual, index in (
-            (queries, self.of_queries, rows),
-            (tokens, self.of_keys, keys),
-        ):
-            zero = [
-                key for key in actual if key != "lse" and float(exact[key].norm()) < 1e-12 * size
-            ]
-            # Where no query sees two keys, dQ and dK are 0 but for rounding: no relative error is
-            # defined.
-            for key in zero:
-                assert float(actual[key][index].norm()) <= CEILING[dtype] * size, (
-                    f"{name} {key}: should vanish"
-                )
-            others = {key: x for key, x in actual.items() if key not in zero}
-            check_sampled(values.__getitem__, others, index, dtype, name, factor)
-        if isinstance(sampled, SampledWhole):
-            if self.scored is not None:
-                selected = sampled_selection(*self.scored, self.case.config, **cu(sampled.inputs))
-                assert sampled.block_indices is not None
-                agree(selected.agreement(rows, sampled.block_indices))
-            if weights:
-                plain, double = (sampled.weight_gradients(d, dout) for d in (dtype, torch.float64))
-                compare(self.of_weights, plain, double, name, factor)
+            assert not bool(grad[self.num_keys :].any()), f"{name} {key}: rows that no block owns"
+        actual = {**self.of_queries, **self.of_keys}
+        if rows is None and keys is None:
+            actual |= self.of_weights
+        rows = every(self.dout) if rows is None else rows
+        keys = torch.arange(self.num_keys, device=rows.device) if keys is None else keys
+        sample = Sample(rows, keys, self.x.cu_seqlens_q, self.x.cu_seqlens_k)
+        values = {
+            d: sampled_values(name, self.inputs, sample, config, d, self.phi)
+            for d in (dtype, torch.float64)
+        }
+        exact = values[torch.float64]
+        size = max(float(exact[key][1].norm()) for key in actual if key != "lse")
+        # If no query sees two keys, dQ and dK are 0 but for rounding: no relative error is defined.
+        zero = {
+            key for key in actual if key != "lse" and float(exact[key][1].norm()) < 1e-12 * size
+        }
+        for key in zero:
+            found = float(actual.pop(key)[exact[key][0]].norm())
+            assert found <= CEILING[dtype] * size, f"{name} {key}: should vanish"
+        check_sampled(values.__getitem__, actual, dtype, name, self.case.factor)
+        if self.scored is not None:
+            selected = sampled_selection(*self.scored, sample, config)
+            agree(selected.agreement(self.inputs["block_indices"][rows]))
 
 
 def run_branch(
@@ -214,17 +218,17 @@ def run_branch(
     """One of the operators of the branches."""
     x, config = x or case.inputs(), case.config
     function: Any
-    sample: Any
-    ids, options = [], case.offsets(x)
+    ids, options, num_keys = [], case.offsets(x), x.k_win.shape[0]
     if name == "compressed":
-        function, sample = compressed_attention, sampled_compressed
+        function, label = compressed_attention, "cmp"
         k, v = (compressed_rows(case, raw, x) for raw in (x.k_cmp_raw, x.v_cmp_raw))
+        num_keys = int(compressed_cu_seqlens(x.cu_seqlens_k, config)[-1])
     elif name == "window":
-        function, sample, k, v = window_attention, sampled_window, x.k_win, x.v_win
+        function, label, k, v = window_attention, "win", x.k_win, x.v_win
     else:
-        function, sample, k, v = selected_attention, sampled_selected, x.k_slc, x.v_slc
+        function, label, k, v = selected_attention, "slc", x.k_slc, x.v_slc
         ids = [case.block_indices() if block_indices is None else block_indices]
-        options["algorithm"] = ALGORITHMS[name]
+        options["algorithm"] = ALGORITHMS.get(name, case.algorithm)
     leaves = leaves_of(x.q, k, v)
     q, *keys = leaves
     if name != "compressed":  # whose keys are packed always
@@ -232,46 +236,50 @@ def run_branch(
     out, lse = function(case.shaped(q), *keys, *(case.shaped(y) for y in ids), config, **options)
     assert out is not None
     out, lse = case.flat(out), case.flat(lse)
-    assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
+    assert out.dtype == case.dtype
+    assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     dout = case.normal(*out.shape) if dout is None else dout
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     assert all(grad.dtype == case.dtype for grad in (dq, dk, dv))
+    inputs = {"q": x.q, "k": k, "v": v, "dout": dout} | dict(
+        zip(["block_indices"], ids, strict=False)
+    )
     of_queries = {"out": out.detach(), "lse": lse, "dq": dq}
-    sampled = sample(x.q, k, v, *ids, config, **cu(x))
-    return Results(name, case, of_queries, {"dk": dk, "dv": dv}, dout, sampled, sampled.cu_key[-1])
+    return Results(case, label, inputs, x, of_queries, {"dk": dk, "dv": dv}, num_keys)
 
 
 def compressed_rows(case: Case, raw: Tensor, x: PackedInputs) -> Tensor:
-    """Compressed ``raw`` as `compress` packs it, made without a kernel.
+    """Compressed ``raw`` as `compress` packs it, by the reference.
 
     Rows that no block owns are NaN, since they must not be read.
     """
     config = dataclasses.replace(case.config, phi="mean")
-    sampled = SampledCompression(raw, None, config, x.cu_seqlens_k)
-    rows = raw.new_full((raw.shape[0] // config.compress_stride, *raw.shape[1:]), torch.nan)
-    blocks = torch.arange(sampled.num_blocks, device=raw.device)
-    rows[: sampled.num_blocks] = sampled.at_blocks(blocks, case.dtype)["y"]
+    rows, cu_cmp = compress(raw, None, config, x.cu_seqlens_k, backend="reference")
+    rows[int(cu_cmp[-1]) :] = torch.nan
     return rows
 
 
-def check_selection(case: Case, rows: Tensor | None = None) -> Tensor:
-    """The blocks selected by compressed keys as stored; returns them."""
-    x, config = case.inputs(), case.config
+def select(case: Case, q: Tensor, k: Tensor, x: PackedInputs) -> Tensor:
+    """Block indices ``[T, Hkv, n]`` by packed queries and compressed keys."""
+    q, options = case.shaped(q), case.offsets(x)
+    _, lse = compressed_attention(q, k, None, case.config, **options)
+    return case.flat(select_blocks(q, k, lse, case.config, **options))
+
+
+def check_selection(case: Case, rows: Tensor | None = None) -> None:
+    """The blocks selected by compressed keys as stored."""
+    x = case.inputs()
     k = compressed_rows(case, x.k_cmp_raw, x)
-    q = case.shaped(x.q)
-    _, lse = compressed_attention(q, k, None, config, **case.offsets(x))
-    chosen = case.flat(select_blocks(q, k, lse, config, **case.offsets(x)))
     rows = every(x.q) if rows is None else rows
-    agree(sampled_selection(x.q, k, config, **cu(x)).agreement(rows, chosen))
-    return chosen
+    sample = Sample(rows, rows[:0], x.cu_seqlens_q, x.cu_seqlens_k)
+    selected = sampled_selection(x.q, k, sample, case.config)
+    agree(selected.agreement(select(case, x.q, k, x)[rows]))
 
 
-def agree(found: Any) -> None:
-    assert found.against == 0, (
-        f"selection: {found.against} of {found.rows} rows break the agreement rule with fp64"
-    )
+def agree(found: Agreement) -> None:
+    assert found.against == 0, f"selection: {found.against} of {found.rows} rows differ from fp64"
     assert found.near <= max(1, MAX_NEAR * found.rows), (
-        f"selection: {found.near} of {found.rows} rows left out"
+        f"selection: {found.near} of {found.rows} rows differ within rounding"
     )
 
 
@@ -283,39 +291,27 @@ def check_compress(case: Case, seed: int = 4) -> None:
             name: w.to(case.device, case.dtype) for name, w in phi_parameters(batch, size).items()
         }
         leaves = leaves_of(raw, *parameters.values())
-        weights = (
-            PhiWeights(**dict(zip(parameters, leaves[1:], strict=True))) if parameters else None
-        )
+        weights = PhiWeights(**dict(zip(parameters, leaves[1:], strict=True)))
         offsets = None if case.dense else x.cu_seqlens_k
-        y, cu_cmp = compress(case.shaped(leaves[0]), weights, config, offsets, backend=case.backend)
-        sampled = SampledCompression(raw, weights, config, x.cu_seqlens_k)
-        assert int(cu_cmp[-1]) == sampled.num_blocks
-        assert not bool(y[sampled.num_blocks :].any()), (
-            "compress: rows that no block owns must be 0"
-        )
+        given = case.shaped(leaves[0]), weights if parameters else None
+        y, cu_cmp = compress(*given, config, offsets, backend=case.backend)
+        num_blocks = int(cu_cmp[-1])
+        assert num_blocks == int(compressed_cu_seqlens(x.cu_seqlens_k, config)[-1])
+        assert not bool(y[num_blocks:].any()), "compress: rows that no block owns must be 0"
         dy = case.normal(*y.shape)
-        dx, *dw = torch.autograd.grad(y, leaves, dy)
-        blocks = torch.arange(sampled.num_blocks, device=case.device)
-        both = (case.dtype, "compress", case.factor)
+        found = dict(zip(["x", *parameters], torch.autograd.grad(y, leaves, dy), strict=True))
+        actual = {"y": y.detach(), **{f"d{name}": grad for name, grad in found.items()}}
+        blocks = torch.arange(num_blocks, device=case.device)
+        sample = Sample(blocks, every(raw), x.cu_seqlens_q, x.cu_seqlens_k)
+        inputs, phi = {"x": raw, "dout": dy}, Phi(weights if parameters else None)
         check_sampled(
-            lambda dtype, b=blocks, s=sampled: s.at_blocks(b, dtype),  # type: ignore[misc]
-            {"y": y.detach()},
-            blocks,
-            *both,
-        )
-        tokens = every(raw)
-        check_sampled(
-            lambda dtype, t=tokens, s=sampled, g=dy: s.at_tokens(t, dtype, g),  # type: ignore[misc]
-            {"dx": dx},
-            tokens,
-            *both,
-        )
-        found = dict(zip(parameters, dw, strict=True))
-        compare(
-            found,
-            sampled.weight_gradients(case.dtype, dy),
-            sampled.weight_gradients(torch.float64, dy),
-            *both[1:],
+            lambda dtype, given=(inputs, sample, config), phi=phi: sampled_values(  # type: ignore[misc]
+                "compress", *given, dtype, phi
+            ),
+            actual,
+            case.dtype,
+            "compress",
+            case.factor,
         )
 
 
@@ -336,18 +332,15 @@ def check_combine(case: Case, branches: Sequence[str] = BRANCHES) -> None:
     names = [*(f"d{b}" for b in BRANCHES if b in branches), "gates"]
     gates, dout = case.inputs().gates, case.normal(*shape, seed=7)
 
-    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
+    def run(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
         leaves: Any = [None if x is None else leaves_of(x.to(dtype))[0] for x in (*outs, gates)]
-        out = function(leaves[:3], leaves[3])
+        out = combine(*leaves, backend=backend)
         wanted = [x for x in leaves if x is not None]
         grads = torch.autograd.grad(out, wanted, dout.to(dtype))
         return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
-    def tested(given: Any, gate: Tensor) -> Tensor:
-        return combine(given[0], given[1], given[2], gate, backend=case.backend)
-
-    found = run(case.dtype, tested)
-    plain, exact = (run(dtype, combine_reference) for dtype in (case.dtype, torch.float64))
+    found = run(case.dtype, case.backend)
+    plain, exact = (run(dtype, "reference") for dtype in (case.dtype, torch.float64))
     compare(found, plain, exact, "combine", case.factor)
     off = [i for i, out in enumerate(outs) if out is None]
     assert not bool(found["gates"][..., off].any()), (
@@ -362,10 +355,7 @@ def check_statistics(case: Case) -> None:
     """
     x, config = case.inputs(), case.config
     indices = case.block_indices() if "slc" in config.branches else None
-    offsets = None if case.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
-    sequences = Sequences(
-        offsets, len(case.queries), max(case.queries), max(case.lengths_k), x.q.device
-    )
+    sequences = case.sequences(x)
     for algorithm, blocks in (("tiled", 24), ("gathered", 25)):
         given = (x.gates, indices, torch.tensor([blocks, 2], device=case.device), 12.0)
         found = []
@@ -377,7 +367,7 @@ def check_statistics(case: Case) -> None:
             add_statistics(statistics, *given, config, sequences, backend)
             found.append(Statistics(*statistics.tolist())._asdict())
         expected, actual = found
-        if case.backend == "triton":
+        if case.backend == "triton" and x.gates.numel():
             expected |= {algorithm: 1, "reference": 0}
         rounding = 1e-5 * 2**30 * max(expected["gates"], 1)
         assert abs(actual.pop("entropy") - expected.pop("entropy")) <= rounding
@@ -414,27 +404,20 @@ def run_whole(
     out = case.flat(out)
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
-    grads = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
-    on = [
-        f"{kind}_{b}{'_raw' if b == 'cmp' else ''}" for b in config.branches for kind in ("k", "v")
-    ]
-    of_keys = {name: grads[name] for name in on}
-    of_weights = {name: grads[name] for name in parameters if "cmp" in config.branches}
-    of_queries = {"out": out.detach()} | {
-        name: grads[name] for name in ("q", "gates", "q_cmp") if name in grads
-    }
-    scored, ids = (seen[0][:2], seen[0][2]) if seen else (None, None)
-    sampled = SampledWhole(x, config, ids, phi, tokens.get("q_cmp"), rope)
-    return Results(
-        "whole",
-        case,
-        of_queries,
-        of_keys,
-        dout,
-        sampled,
-        x.k_win.shape[0],
-        of_weights,
-        scored,
+    grads = {f"d{n}": grad for n, grad in zip(named, found, strict=True) if grad is not None}
+    on = [f"{kind}_{b}{'_raw' * (b == 'cmp')}" for b in config.branches for kind in ("k", "v")]
+    of_keys = {f"d{name}": grads[f"d{name}"] for name in on}
+    of_weights = {f"d{name}": grads[f"d{name}"] for name in parameters if "cmp" in config.branches}
+    names = [name for name in ("dq", "dgates", "dq_cmp") if name in grads]
+    of_queries = {"out": out.detach(), **{name: grads[name] for name in names}}
+    inputs, scored = {**tokens, "dout": dout}, None
+    if seen:
+        *scored, inputs["block_indices"] = seen[0]
+    weights = (None, None) if phi is None else phi
+    oracle = Phi(*weights, rope)
+    results = Results(case, "attention", inputs, x, of_queries, of_keys, x.k_win.shape[0])
+    return dataclasses.replace(
+        results, of_weights=of_weights, phi=oracle, scored=None if scored is None else (*scored,)
     )
 
 
@@ -461,4 +444,102 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 RUNS: dict[str, Callable[..., Results]] = {
     **{name: partial(run_branch, name) for name in ("compressed", *ALGORITHMS, "window")},
     "whole": run_whole,
+}
+
+
+def check_project(case: Case) -> None:
+    """Heads unrotated, rotated and both, and gates."""
+    config = case.config
+    rope = Rope.from_config(config)
+    pair = (config.num_kv_heads, config.head_dim)
+    parts = (
+        Heads(config.num_heads, config.head_dim, "both"),
+        Heads(config.num_kv_heads, config.value_dim),
+        Heads(*pair, "yes"),
+    )
+    branches = tuple(BRANCHES.index(name) for name in config.branches)
+    assert config.gate != "fixed"
+    gates = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
+    columns = Columns(parts, gates)
+    width, num_tokens = 24, sum(case.lengths_k)
+    whole = dataclasses.replace(case, lengths_q=None)
+    sequences = whole.sequences(whole.inputs())
+    x = case.normal(num_tokens, width, seed=1)
+    weights = [
+        nn.Parameter(case.normal(size, width, seed=i))
+        for i, size in enumerate(columns.sizes, start=2)
+    ]
+    lay_together(weights)
+    bias = case.normal(columns.sizes[-1], seed=9)
+    queries, values = (config.num_heads, config.head_dim), (config.num_kv_heads, config.value_dim)
+    shapes = [queries, queries, values, pair, (config.num_heads, 3)]
+    douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
+    # Branches differ in the mean, or the gradient of the bias is a sum that cancels.
+    douts[-1] += torch.arange(3.0, device=case.device) - 1
+    names = ("q", "q rotated", "v", "k", "gates")
+
+    def run(dtype: torch.dtype, backend: str, given: Sequence[Tensor]) -> dict[str, Tensor]:
+        leaf, leaf_bias = leaves_of(x.to(dtype), bias.to(dtype))
+        out = project(leaf, given, leaf_bias, columns, sequences, rope, backend=backend)
+        grads = torch.autograd.grad(
+            out,
+            [leaf, leaf_bias, *given],
+            [dout.to(y.dtype) for dout, y in zip(douts, out, strict=True)],
+        )
+        found = {name: y.detach() for name, y in zip(names, out, strict=True)}
+        return (
+            found
+            | {"dx": grads[0], "dbias": grads[1]}
+            | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
+        )
+
+    found = run(case.dtype, case.backend, weights)
+    plain, exact = (
+        run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights)))
+        for dtype in (case.dtype, torch.float64)
+    )
+    # Gates are fp32 of a product in the tested dtype, and have no more digits than it.
+    compare(
+        found, {key: x.to(case.dtype) for key, x in plain.items()}, exact, "project", case.factor
+    )
+    apart = run(case.dtype, case.backend, leaves_of(*weights))
+    same = [torch.equal(apart[name], value) for name, value in found.items()]
+    assert all(same), "project: weights with memory of their own each"
+
+
+def check_embed(case: Case) -> None:
+    """One token is frequent, so that its places are cut into pieces, and some never occur."""
+    num_tokens, num_rows, width = 6 * max(case.lengths_k, default=0), 40, 3 * case.config.head_dim
+    often = torch.arange(num_tokens) % 3 == 0
+    rare = torch.randint(0, num_rows - 5, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.where(often, 7, rare).to(case.device)
+    weight, dout = case.normal(num_rows, width, seed=2), case.normal(num_tokens, width, seed=3)
+
+    def run(dtype: torch.dtype, function: Callable[..., Tensor]) -> dict[str, Tensor]:
+        leaf = leaves_of(weight.to(dtype))[0]
+        out = function(tokens, leaf)
+        (dweight,) = torch.autograd.grad(out, [leaf], [dout.to(dtype)])
+        return {"out": out.detach(), "dweight": dweight}
+
+    found = run(case.dtype, partial(embed, backend=case.backend))
+    plain, exact = (run(dtype, functional.embedding) for dtype in (case.dtype, torch.float64))
+    compare(found, plain, exact, "embed", case.factor)
+    assert torch.equal(found["out"], plain["out"]), "embed: rows of the table are copied"
+    assert not found["dweight"][-5:].any(), "embed: a token that does not occur has no gradient"
+    again = run(case.dtype, partial(embed, backend=case.backend))
+    assert torch.equal(found["dweight"], again["dweight"]), "embed: the same bits again"
+
+
+def check_run(name: str, case: Case) -> None:
+    RUNS[name](case).check()
+
+
+CHECKS: dict[str, Callable[[Case], Any]] = {
+    "compress": check_compress,
+    "choice": check_selection,
+    "combine": check_combine,
+    "statistics": check_statistics,
+    "project": check_project,
+    "embed": check_embed,
+    **{name: partial(check_run, name) for name in RUNS},
 }

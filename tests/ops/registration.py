@@ -1,4 +1,4 @@
-"""What PyTorch knows of the operators: opcheck of each, torch.compile of the whole; any device."""
+"""Registration with PyTorch: opcheck of each operator, torch.compile of the whole; any device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from nsa import NSAConfig, Rope, native_sparse_attention
 from nsa.ops import _replay
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
-from tests.ops.checks import check_embed, check_project
 from tests.ops.public import (
     RUNS,
     Case,
     check_combine,
     check_compress,
+    check_embed,
+    check_project,
     check_selection,
     check_statistics,
     leaves_of,

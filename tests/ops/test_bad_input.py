@@ -62,7 +62,8 @@ def refused(function: str, changes: dict[str, Any], argument: str) -> None:
     """Changed arguments are refused by name; functions are applied to the good value."""
     given = good(function)
     for name, change in changes.items():
-        given[name] = change(given[name]) if isfunction(change) else change
+        value = given.get(name, offsets([LENGTH]))
+        given[name] = change(value) if isfunction(change) else change
     with pytest.raises(ValueError, match=rf"^.*(?:{argument}).* must .*, got .*\.$"):
         getattr(nsa, function)(**given)
 
@@ -75,15 +76,22 @@ def test_good_arguments_are_accepted(function):
     getattr(nsa, function)(**good(function))
 
 
-BAD_OFFSETS: dict[str, Any] = {
-    "int64": offsets([LENGTH]).long(),
-    "float": offsets([LENGTH]).float(),
-    "two dimensions": offsets([LENGTH])[None],
-    "no sequence": offsets([]),
-    "starts at 1": torch.tensor([1, LENGTH], dtype=torch.int32),
-    "ends early": offsets([LENGTH - 1]),
-    "ends late": offsets([LENGTH + 1]),
-    "falls": torch.tensor([0, 12, 8, LENGTH], dtype=torch.int32),
+# Wrong offsets and tensors, by what is wrong with them; the fuzzer draws from these, too.
+BAD_OFFSETS: dict[str, Callable[[Tensor], Any]] = {
+    "int64": lambda cu: cu.long(),
+    "float": lambda cu: cu.float(),
+    "two dimensions": lambda cu: cu[None],
+    "no sequence": lambda cu: cu[:1],
+    "starts at 1": lambda cu: torch.cat([cu[:1] + 1, cu[1:]]),
+    "ends early": lambda cu: torch.cat([cu[:-1], cu[-1:] - 1]),
+    "ends late": lambda cu: torch.cat([cu[:-1], cu[-1:] + 1]),
+    "falls": lambda cu: torch.cat([cu, cu[-1:] - 1, cu[-1:]]),
+}
+BAD_VALUES: dict[str, tuple[Any, ...]] = {
+    "max_seqlen_q": (LENGTH - 1, -1),
+    "max_seqlen_k": (LENGTH - 1, -1),
+    "softmax_scale": (0.0, -1.0, math.inf, math.nan),
+    "backend": ("cuda", "AUTO", ""),
 }
 # Arguments that all operators have.
 COMMON: dict[str, tuple[dict[str, Any], str]] = {
@@ -103,15 +111,10 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
     ),
     **{
         f"{name} {value}": ({name: value}, name)
-        for name, values in {
-            "max_seqlen_q": (LENGTH - 1, -1),
-            "max_seqlen_k": (LENGTH - 1, -1),
-            "softmax_scale": (0.0, -1.0, math.inf, math.nan),
-            "backend": ("cuda", "AUTO", ""),
-        }.items()
+        for name, values in BAD_VALUES.items()
         for value in values
     },
-    # Kernels take neither fp64 nor what lies on the CPU.
+    # Kernels take neither fp64 nor tensors on the CPU.
     "kernels": ({"backend": "triton"}, "q"),
 }
 # Without the key tokens themselves one token more cannot be noticed: 21 tokens have as many

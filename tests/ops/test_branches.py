@@ -108,7 +108,7 @@ def test_other_patterns(branch, changes, num_blocks):
 def test_one_sequence_without_offsets(branch):
     for length in SHORT:
         check(branch, make_batch(small(window_size=8), (length,), seed=length))
-    if branch != "cmp":  # compressed keys do not say how many tokens lie behind them
+    if branch != "cmp":  # compressed keys do not say how many tokens they stand for
         check(branch, make_batch(small(), (130,), (9,)))
 
 

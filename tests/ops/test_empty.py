@@ -1,20 +1,50 @@
-"""No token at all: references and module give empty results and gradients of 0, never None."""
+"""No token at all: module, model and ranges give empty results and gradients of 0, never None.
+
+Operators without a token: tests/ops/properties.py.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from nsa import NativeSparseAttention, Sequences, check_inputs, window_attention
+from nsa import (
+    NativeSparseAttention,
+    Sequences,
+    blocks_to_ranges,
+    check_inputs,
+    window_attention,
+)
+from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
 from nsa.ops._backend import as_on_gpu
 from tests.ops.cases import offsets, small
-from tests.ops.empty import CASES, CHECKS, WHERE, check_language_model
+
+# Leading shapes of inputs of a module, and offsets.
+WHERE: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {
+    "batch of size 0": ((0, 30), {}),
+    "batch of size 0, no length": ((0, 0), {}),
+    "sequences of length 0": ((2, 0), {}),
+    "no token": ((0,), {}),
+    "no sequence": ((0,), {"cu_seqlens": offsets(())}),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("operator", CHECKS)
-def test_operator(operator, case):
-    CHECKS[operator](CASES[case], "reference")
+def without_gradient(module: torch.nn.Module) -> list[str]:
+    """Parameters whose gradient is missing or not 0."""
+    return [name for name, p in module.named_parameters() if p.grad is None or p.grad.any()]
+
+
+def check_language_model(attention: Any, shape: tuple[int, ...], where: dict[str, Tensor]) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 20, "width": 48, "num_layers": 1, "mlp_hidden_size": 16}
+    model = LanguageModel(LMConfig(**sizes, attention=attention, nsa=small()))
+    logits = model(torch.zeros(shape, dtype=torch.int64), **where)
+    assert logits.shape == (*shape, 20)
+    logits.sum().backward()
+    assert without_gradient(model) == []
 
 
 @pytest.mark.parametrize(("shape", "where"), WHERE.values(), ids=WHERE)
@@ -27,13 +57,19 @@ def test_module(phi, shape, where):
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
-    assert [name for name, p in module.named_parameters() if p.grad is None or p.grad.any()] == []
+    assert without_gradient(module) == []
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize(("shape", "where"), WHERE.values(), ids=WHERE)
 def test_language_model(attention, shape, where):
     check_language_model(attention, shape, where)
+
+
+def test_ranges():
+    for shape in ((0, 40), (2, 0), (0,)):
+        ids = torch.zeros(*shape, 2, 4, dtype=torch.int32)
+        assert blocks_to_ranges(ids, small()).shape == (*shape, 2, 4, 2)
 
 
 def test_tokens_of_no_sequence():

@@ -1,4 +1,4 @@
-"""What kernels cannot number is refused, by argument, rule and value; kernels are left out."""
+"""Sizes beyond the index limits of kernels are refused; kernels are left out."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def on_gpu(value: Any) -> Any:
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("name", ["compress", *TENSORS, "combine"])
-def test_operators_refuse_it(asked: list[Any], name: str, backend: str) -> None:
+def test_operators_refuse_it(asked, name, backend):
     """``auto`` does not fall back to the reference; asked for, the reference runs."""
     arguments = good(name)
     hint = 'Ask for backend="reference", or compute on a CPU. Or take a newer GPU.'
@@ -71,7 +70,7 @@ def test_operators_refuse_it(asked: list[Any], name: str, backend: str) -> None:
     assert asked == [0]
 
 
-def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
+def test_what_models_begin_with_refuses_it(asked):
     """The embedding of a model, the heads of an attention layer, sparse or dense."""
     with FakeTensorMode():
         tokens = torch.empty(20, dtype=torch.int64, device="cuda:0")
@@ -84,7 +83,7 @@ def test_what_models_begin_with_refuses_it(asked: list[Any]) -> None:
     assert asked == [0]
 
 
-def test_a_gpu_without_triton(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_triton(asked, monkeypatch):
     """There is a PyTorch for GPUs on Windows, and no Triton."""
     monkeypatch.setattr(_capability, "has_triton", lambda: False)
     monkeypatch.setattr(sys, "platform", "win32")
@@ -97,7 +96,7 @@ def test_a_gpu_without_triton(asked: list[Any], monkeypatch: pytest.MonkeyPatch)
     assert not asked
 
 
-def test_a_fake_tensor_needs_no_gpu() -> None:
+def test_a_fake_tensor_needs_no_gpu():
     """Without CUDA there is no capability to ask for, and nothing is refused."""
     capability.cache_clear()
     with FakeTensorMode():
@@ -109,7 +108,7 @@ def test_a_fake_tensor_needs_no_gpu() -> None:
 
 @pytest.mark.filterwarnings("default")  # the compiler's words about itself
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_function_refuses_it(monkeypatch: pytest.MonkeyPatch, fullgraph: bool) -> None:
+def test_a_compiled_function_refuses_it(monkeypatch, fullgraph):
     """While it is traced; on a GPU that will do, nothing of the check is left in the graph."""
     here, asked = (7, 5), []
 
@@ -138,11 +137,11 @@ def test_a_compiled_function_refuses_it(monkeypatch: pytest.MonkeyPatch, fullgra
 
 
 def test_the_commands_refuse_it(
-    asked: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    asked,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     from nsa.train.load import to_yaml
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -156,7 +155,7 @@ def test_the_commands_refuse_it(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_doctor_names_it(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_it(asked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gpu = {"name": "Tesla T4", "compute_capability": "7.5", "multiprocessors_count": 40}

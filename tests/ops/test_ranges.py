@@ -44,13 +44,6 @@ def test_by_hand():
     ]
 
 
-def test_dense_batch():
-    batch = make_batch(small(), (130, 130))
-    ids = batch.block_indices()
-    ranges = blocks_to_ranges(ids.unflatten(0, (2, 130)), batch.config)
-    assert torch.equal(ranges.flatten(0, 1), blocks_to_ranges(ids, batch.config, **batch.kwargs))
-
-
 def test_check_inputs_accepts_what_is_right():
     """Absent ids may repeat."""
     batch = make_batch(small(), *BATCHES["chunks"])

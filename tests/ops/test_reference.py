@@ -7,17 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ops import properties
 from tests.ops.cases import SMALL, small
-from tests.ops.checks import CHECKS
-from tests.ops.properties import equal_bits, run_rows, tokens_of
-from tests.ops.public import RUNS, Case, leaves_of
-
-# The algorithms of the selected branch are those of its kernels.
-CHECKED = [name for name in CHECKS if name != "gathered"]
-OPERATORS = [name for name in properties.OPERATORS if name != "gathered"]
-DIFFERENTIABLE = [name for name in OPERATORS if name != "choice"]
-ATTENTION = [name for name in RUNS if name != "gathered"]
+from tests.ops.properties import *  # noqa: F403
+from tests.ops.properties import OPERATORS, Setting, equal_bits, run_rows, tokens_of
+from tests.ops.public import CHECKS, RUNS, Case, leaves_of
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -27,19 +20,24 @@ CASES = {
     "fp16": Case(CONFIG, (130, 9), dtype=torch.float16, backend="reference"),
     "bf16": Case(CONFIG, (130, 9), dtype=torch.bfloat16, backend="reference"),
 }
-PACKED = Case(SMALL, (130, 140, 257), backend="reference")
 ONE = Case(SMALL, (257,), backend="reference")
+PACKED = Case(SMALL, (130, 140, 257), backend="reference")
+SETTING = Setting(
+    CASES,
+    {"fp32": ONE},
+    one=257,
+    times=(200, 203, 204, 207, 208, 223, 224, 240, 255),
+    packed=(130, 140, 257),
+    covered=64,
+    left_out=frozenset({"gathered"}),  # an algorithm of the kernels
+    fewer=(0, 197),
+)
+DIFFERENTIABLE = [name for name in OPERATORS if name not in ("choice", "gathered")]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("operator", CHECKED)
-def test_operator(operator, case):
-    CHECKS[operator](CASES[case])
-
-
-@pytest.mark.parametrize("operator", ["selected", "window", "whole"])
-def test_dense_batch_with_fewer_queries(operator):
-    RUNS[operator](dataclasses.replace(CASES["dense"], lengths_q=(9, 9))).check()
+@pytest.mark.parametrize("name", ["selected", "window", "whole"])
+def test_dense_batch_with_fewer_queries(name):
+    RUNS[name](dataclasses.replace(CASES["dense"], lengths_q=(9, 9))).check()
 
 
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
@@ -60,84 +58,36 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("group", "dim", "value_dim", "dtype"), SIZES)
-@pytest.mark.parametrize("operator", ATTENTION)
-def test_sizes_of_heads(operator, group, dim, value_dim, dtype):
+@pytest.mark.parametrize("name", ["compressed", "selected", "window", "whole"])
+def test_sizes_of_heads(name, group, dim, value_dim, dtype):
     config = small(num_heads=group, num_kv_heads=1, head_dim=dim, value_dim=value_dim)
-    RUNS[operator](Case(config, (130,), dtype=dtype, backend="reference")).check()
+    RUNS[name](Case(config, (130,), dtype=dtype, backend="reference")).check()
 
 
-@pytest.mark.parametrize("operator", ["compressed", "selected", "window"])
-def test_large_scores_in_low_precision(operator):
+@pytest.mark.parametrize("name", ["compressed", "selected", "window"])
+def test_large_scores_in_low_precision(name):
     """Scores of about 100: softmax without its maximum would overflow."""
     case = dataclasses.replace(CASES["fp16"], config=small())
     x = case.inputs()
-    results = RUNS[operator](case, dataclasses.replace(x, q=100 * x.q))
+    results = RUNS[name](case, dataclasses.replace(x, q=100 * x.q))
     assert bool(results.of_queries["out"].isfinite().all())
     results.check()
 
 
-# ------------------------------------------------------------------------------
-# properties
-
-
-@pytest.mark.parametrize("queries", [257, 60])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_causality_bit_for_bit(operator, queries):
-    case = dataclasses.replace(ONE, lengths_q=(queries,))
-    properties.check_causality(operator, case, (200, 203, 204, 207, 208, 223, 224, 240, 255))
-
-
-@pytest.mark.parametrize("operator", DIFFERENTIABLE)
-def test_gradient_reaches_no_later_token(operator):
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradient_reaches_no_later_token(name):
     """The output up to t has gradient exactly 0 in every token after t."""
     x = tokens_of(ONE)
     ids = x.pop("block_indices")
     for t in (6, 7, 130, 131, 143, 144):
         leaves = dict(zip(x, leaves_of(*x.values()), strict=True))
-        run_rows(operator, {**leaves, "block_indices": ids}, ONE)[0][: t + 1].sum().backward()
+        run_rows(name, {**leaves, "block_indices": ids}, ONE)[0][: t + 1].sum().backward()
         grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         assert not any(bool(grad[t + 1 :].any()) for grad in grads), t
         seen = any(bool(grad.any()) for grad in grads)
-        assert seen == (t >= 7 or operator != "compressed")
+        assert seen == (t >= 7 or name != "compressed")
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_same_bits_on_every_run(operator):
-    properties.check_same_bits(operator, PACKED)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_nan_reaches_no_other_sequence(operator):
-    properties.check_nan_isolation(operator, PACKED, 1)
-
-
-def test_full_coverage_is_dense_attention():
-    properties.check_full_coverage(
-        dataclasses.replace(ONE, config=small(num_selected_blocks=17)),
-    )
-
-
-def test_one_hot_gates_are_one_branch():
-    properties.check_one_hot_gates(CASES["fewer queries"])
-
-
-def test_order_of_indices_does_not_matter():
-    properties.check_shuffled_indices("selected", PACKED)
-
-
-def test_a_block_that_is_named_again_counts_once():
-    properties.check_repeated_indices("selected", PACKED)
-
-
-def test_unchosen_blocks_have_no_gradient():
-    properties.check_unchosen_blocks("selected", ONE)
-
-
-def test_shifted_positions_change_nothing():
-    properties.check_rope_shift(ONE)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
 def test_strides_and_autocast(operator):
     """Inputs are not changed, may be strided, and autocast does not lower the precision."""
     x = tokens_of(PACKED)

@@ -1,4 +1,4 @@
-"""The guard of the device: kernels run where their tensors lie, whichever GPU is current."""
+"""The guard of the device: kernels run on the GPU of their tensors, whichever is current."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_tensors_without_memory_reach_the_fake_operator():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
 def test_forward_mode_is_refused():
-    """No tangent is lost without a word."""
+    """No tangent is dropped silently."""
     tokens, weight = torch.tensor([0, 1], dtype=torch.int32), torch.randn(2, 4)
     with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
         torch.func.jvp(lambda w: embed_op(tokens, w), (weight,), (weight,))

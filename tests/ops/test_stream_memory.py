@@ -131,8 +131,10 @@ class StreamModel(TorchDispatchMode):
     @contextmanager
     def on(self, stream: ModelStream) -> Iterator[None]:
         self.current.append(stream)
-        yield
-        self.current.pop()
+        try:
+            yield
+        finally:
+            self.current.pop()
 
     def set_stream(self, stream: ModelStream) -> None:
         self.current[-1] = stream
@@ -248,9 +250,7 @@ def released_on_1_before(streams: Any) -> Tensor:
         released_on_1_before,
     ],
 )
-def test_the_model_finds_what_breaks_the_rules(
-    broken: Callable[[Any], Tensor], model: StreamModel
-) -> None:
+def test_the_model_finds_what_breaks_the_rules(broken, model):
     with model:
         with _side_stream.fork_join(CUDA) as streams:
             result = broken(streams)
@@ -258,7 +258,7 @@ def test_the_model_finds_what_breaks_the_rules(
             model.check([result])
 
 
-def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) -> None:
+def test_the_model_finds_nothing_where_the_rules_are_kept(model):
     with model:
         x, out = torch.zeros(3), torch.empty(3)
         with _side_stream.fork_join(CUDA) as streams:
@@ -267,6 +267,17 @@ def test_the_model_finds_nothing_where_the_rules_are_kept(model: StreamModel) ->
             y = x * 2
         del x
         model.check([out, y])
+
+
+def test_an_error_leaves_nothing_behind_on_the_side(model):
+    def fail() -> None:
+        with model, _side_stream.fork_join(CUDA) as streams, streams.on_side():
+            torch.zeros(3)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    assert model.calling.clock[1] == model.made[1].clock[1] > 0
 
 
 # ------------------------------------------------------------------------------
@@ -285,7 +296,7 @@ class Call:
         algorithm: of the selected branch.
         packed: whether there are offsets.
         own_queries: whether the compressed branch has queries of its own.
-        strided: whether inputs lie so that kernels want copies of them.
+        strided: whether inputs have strides that kernels copy.
     """
 
     pattern: NSAConfig = SMALL
@@ -360,7 +371,7 @@ def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Ca
 
 CALLS = {
     "packed": Call(),
-    "alike": Call(packed=False),
+    "dense": Call(packed=False),
     "tiled": Call(algorithm="tiled"),
     "gathered": Call(algorithm="gathered"),
     "copies": Call(strided=True),
@@ -382,7 +393,7 @@ def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("segments")
-def test_whole_attention(name: str, model: StreamModel) -> None:
+def test_whole_attention(name, model):
     call = CALLS[name]
     given, where = call.inputs(), call.where()
     with model:
@@ -406,7 +417,7 @@ def test_whole_attention(name: str, model: StreamModel) -> None:
 
 @pytest.mark.parametrize("algorithm", ["tiled", "gathered", "auto"])
 @pytest.mark.usefixtures("segments")
-def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
+def test_selected_attention_alone(algorithm, model):
     call = Call(small(branches=("slc",)), strided=True)
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()

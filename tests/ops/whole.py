@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nsa import NSAConfig, PhiWeights, Rope, native_sparse_attention
@@ -27,24 +26,14 @@ class Inputs:
     phi_v: dict[str, Tensor]
     q_cmp: Tensor | None
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        q_cmp = [] if self.q_cmp is None else [self.q_cmp]
-        return [*self.tensors.values(), *q_cmp, *self.phi_k.values(), *self.phi_v.values()]
-
     def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with ``change`` applied to every tensor, in the order of ``leaves``."""
+        """Copy with ``change`` applied to every tensor."""
         tensors = {name: change(x) for name, x in self.tensors.items()}
         q_cmp = None if self.q_cmp is None else change(self.q_cmp)
         phi_k, phi_v = (
             {name: change(x) for name, x in phi.items()} for phi in (self.phi_k, self.phi_v)
         )
         return Inputs(tensors, phi_k, phi_v, q_cmp)
-
-    def rebuilt(self, leaves: Sequence[Tensor]) -> Inputs:
-        """The same with other tensors, in the order of ``leaves``."""
-        following = iter(leaves)
-        return self.map(lambda _: next(following))
 
 
 def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:
@@ -125,21 +114,3 @@ def run_oracle(
 
     out, indices = stack(batch, one)
     return out, indices
-
-
-def finite_difference(
-    batch: Batch, inputs: Inputs, directions: list[np.ndarray], d_out: np.ndarray
-) -> float:
-    """Derivative of sum(d_out * out) along ``directions``, by the oracle."""
-    step = 1e-6
-
-    def at(factor: float) -> tuple[np.ndarray, np.ndarray]:
-        moved = [
-            x.detach() + factor * torch.from_numpy(y)
-            for x, y in zip(inputs.leaves, directions, strict=True)
-        ]
-        return run_oracle(batch, inputs.rebuilt(moved))
-
-    (ahead, ids_ahead), (behind, ids_behind) = at(step), at(-step)
-    np.testing.assert_array_equal(ids_ahead, ids_behind)
-    return float((d_out * (ahead - behind)).sum() / (2 * step))

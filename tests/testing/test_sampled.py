@@ -3,198 +3,130 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa import (
-    NSAConfig,
-    PhiWeights,
-    Rope,
-    apply_rope,
-    compress,
-    compressed_attention,
-    compressed_positions,
-    native_sparse_attention,
-    select_blocks,
-    selected_attention,
-    window_attention,
-)
-from nsa.testing import PackedInputs, make_inputs, packed_offsets
-from nsa.testing.sampled import (
-    SampledAttention,
-    SampledCompression,
-    SampledWhole,
-    attention,
-    check_sampled,
-    compression,
-    sample_rows,
-    sampled_compressed,
-    sampled_selected,
-    sampled_selection,
-    sampled_window,
-    selection,
-)
-from tests.ops.cases import make_batch, near, small
-from tests.ops.whole import phi_parameters
+from nsa.testing import make_inputs, packed_offsets, sampled
+from nsa.testing.sampled import Sample, sample_rows, sampled_selection, sampled_values
+from tests.ops.cases import small
+from tests.ops.public import CHECKS, RUNS, Case, Results, compressed_rows, select
 
 CONFIG = small(num_heads=6)
-BATCHES = {
-    "packed": ((130, 0, 1, 200, 7), None),
-    "fewer queries": ((257, 160, 7, 64), (9, 130, 7, 0)),
-}
-BRANCHES = ("cmp", "slc", "win")
-ROPE = Rope.from_config(CONFIG)
+PACKED = ((130, 0, 1, 200, 7), None)
+FEWER = ((257, 160, 7, 64), (9, 130, 7, 0))
+BRANCHES = ("compressed", "selected", "window")
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of a few rows, so that tests cross their edges."""
-    monkeypatch.setattr(attention, "PART_ELEMENTS", 2**15)
-    monkeypatch.setattr(selection, "PART_ELEMENTS", 2**15)
-    monkeypatch.setattr(attention, "SEARCH_ROWS", 50)
-    monkeypatch.setattr(compression, "PART_BLOCKS", 5)
+    monkeypatch.setattr(sampled, "PART_ELEMENTS", 2**13)
 
 
-class Case:
-    """One branch: the reference's results and gradients, and the sampled branch."""
-
-    def __init__(self, branch: str, batch: str, dtype: torch.dtype = torch.float64) -> None:
-        config, self.dtype = CONFIG, dtype
-        x = make_inputs(config, *BATCHES[batch], dtype=dtype)
-        self.cu_seqlens_q = x.cu_seqlens_q
-        offsets = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-        ids = make_batch(config, *BATCHES[batch]).block_indices()
-        keys = {"slc": (x.k_slc, x.v_slc), "win": (x.k_win, x.v_win)}
-        if branch == "cmp":
-            raw = (x.k_cmp_raw, x.v_cmp_raw)
-            k, v = (compress(y, None, config, x.cu_seqlens_k)[0] for y in raw)
-            keys["cmp"] = (k, v)
-        leaves = [y.detach().requires_grad_() for y in (x.q, *keys[branch])]
-        calls: dict[str, tuple[Any, Any]] = {
-            "cmp": (compressed_attention, sampled_compressed),
-            "slc": (selected_attention, sampled_selected),
-            "win": (window_attention, sampled_window),
-        }
-        operator, sampled = calls[branch]
-        args = [*leaves, *[ids] * (branch == "slc"), config]
-        out, self.lse = operator(*args, **offsets)
-        self.sampled: SampledAttention = sampled(*args, **offsets)
-        generator = torch.Generator().manual_seed(1)
-        self.dout = torch.randn(out.shape, generator=generator).to(dtype)
-        self.out = out.detach()
-        self.dq, self.dk, self.dv = torch.autograd.grad(out, leaves, self.dout)
-        self.num_keys = self.sampled.cu_key[-1]
-
-    def check(self, rows: Tensor, keys: Tensor, **planted: Tensor) -> None:
-        """The gate over this case, with some results replaced."""
-        # In fp32 nothing is rounded but sums, and the reference adds in another order.
-        factor = 4.0 if self.dtype == torch.float32 else 2.0
-        queries, keys_of = self.sampled.at_queries, self.sampled.at_keys
-        for at, index, names in (
-            (queries, rows, ("out", "lse", "dq")),
-            (keys_of, keys, ("dk", "dv")),
-        ):
-            found = {name: planted.get(name, getattr(self, name)) for name in names}
-
-            def values(
-                dtype: torch.dtype, at: Any = at, index: Tensor = index
-            ) -> dict[str, Tensor]:
-                values: dict[str, Tensor] = at(index, dtype, self.dout)
-                return values
-
-            check_sampled(values, found, index, self.dtype, "case", factor)
+def case_of(lengths: Any = PACKED, dtype: Any = torch.float64, **changes: Any) -> Case:
+    config = dataclasses.replace(CONFIG, **changes)
+    return Case(config, *lengths, dtype=dtype, backend="reference")
 
 
 def shuffled(count: int, part: int = 1) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(2))[: -(-count // part)]
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_branch_equals_the_reference(branch, batch):
-    case = Case(branch, batch)
-    rows, keys = shuffled(case.out.shape[0]), shuffled(case.num_keys, 3)
-    found = case.sampled.at_queries(rows, torch.float64, case.dout)
-    assert torch.equal(found["lse"].isinf(), case.lse[rows].isinf())
-    seen = ~found["lse"].isinf()
-    near(found["lse"][seen], case.lse[rows][seen].numpy())
-    near(found["out"], case.out[rows].numpy())
-    near(found["dq"], case.dq[rows].numpy())
-    found = case.sampled.at_keys(keys, torch.float64, case.dout)
-    near(found["dk"], case.dk[keys].numpy())
-    near(found["dv"], case.dv[keys].numpy())
+@pytest.mark.parametrize("lengths", [PACKED, FEWER], ids=["packed", "fewer queries"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((branch, {}) for branch in BRANCHES),
+        ("whole", {}),
+        ("whole", {"phi": "linear", "compress_rope": "none"}),
+        ("whole", {"phi": "mlp", "branches": ("cmp", "win")}),
+        ("whole", {"branches": ("slc",)}),
+    ],
+    ids=str,
+)
+def test_rows_are_those_of_the_reference(name, changes, lengths):
+    """All rows in fp64, and some in any order."""
+    results = RUNS[name](case_of(lengths, **changes))
+    results.check()
+    results.check(shuffled(len(results.dout), 2), shuffled(results.num_keys, 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_gate_lets_rounding_pass(branch, dtype):
-    case = Case(branch, "packed", dtype)
-    case.check(sample_rows(case.cu_seqlens_q, 60), shuffled(case.num_keys, 4))
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+def test_compression_is_that_of_the_reference(phi):
+    CHECKS["compress"](case_of(phi=phi))
 
 
-def planted(case: Case) -> dict[str, Tensor]:
-    """One error each: neighbours' rows, lse of a masked row, a sign, queries left out."""
-    changed = {name: getattr(case, name).clone() for name in ("out", "dk", "lse", "dq")}
-    changed["out"] = changed["out"].roll(1, 0)
-    changed["lse"][5] = -torch.inf if changed["lse"][5].isfinite().all() else -1e30
-    changed["dq"][100] *= -1
-    lost = case.dout * (torch.arange(338) < 300)[:, None, None]
-    every = torch.arange(case.num_keys)
-    found = case.sampled.at_keys(every, torch.float64, lost)["dk"]
-    changed["dk"][: case.num_keys] = found.to(case.dtype)
-    return changed
+def fails(results: Results, name: str, planted: Tensor) -> None:
+    """The gate over some rows of a result that is replaced."""
+    rows, keys = torch.tensor([5, 100, 250]), torch.arange(0, results.num_keys, 7)
+    results.check(rows, keys)
+    whose = "of_queries" if name in results.of_queries else "of_keys"
+    wrong = dataclasses.replace(results, **{whose: {**getattr(results, whose), name: planted}})
+    with pytest.raises(AssertionError, match=f"{results.operator} {name}"):
+        wrong.check(rows, keys)
+
+
+# A kernel that differs in its pattern: the window is a token longer or shorter, blocks are seen
+# when their last token is still missing, the last selected block is dropped.
+WRONG_PATTERNS: dict[str, dict[str, dict[str, Any]]] = {
+    "window": {"longer": {"window_size": 33}, "shorter": {"window_size": 31}},
+    "compressed": {"future": {"compress_block_size": 4}},
+    "selected": {},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_gate_fails_for_planted_errors(branch, dtype):
-    case = Case(branch, "packed", dtype)
-    rows, keys = torch.tensor([5, 100, 250]), torch.arange(0, case.num_keys, 7)
-    case.check(rows, keys)
-    for name, wrong in planted(case).items():
-        with pytest.raises(AssertionError, match=f"case {name}"):
-            case.check(rows, keys, **{name: wrong})
-    case.sampled = dataclasses.replace(case.sampled, scale=case.sampled.scale * 1.05)
-    with pytest.raises(AssertionError, match="case"):
-        case.check(rows, keys)
+    """Neighbours' rows, lse of a masked row, a sign, queries that add nothing, scale, pattern."""
+    results = RUNS[branch](case_of(dtype=dtype))
+    out, lse, dq = (results.of_queries[name].clone() for name in ("out", "lse", "dq"))
+    lse[5] = -torch.inf if lse[5].isfinite().all() else -1e30
+    dq[100] *= -1
+    for name, wrong in (("out", out.roll(1, 0)), ("lse", lse), ("dq", dq)):
+        fails(results, name, wrong)
+    few = results.dout * (torch.arange(338) < 300)[:, None, None]
+    fewer = RUNS[branch](results.case, results.x, few)
+    for name in ("dk", "dv"):
+        fails(results, name, fewer.of_keys[name])
+    louder = dataclasses.replace(results.x, q=1.05 * results.x.q)
+    fails(results, "out", RUNS[branch](results.case, louder, results.dout).of_queries["out"])
+    for changes in WRONG_PATTERNS[branch].values():
+        case = case_of(dtype=dtype, **changes)
+        other = RUNS[branch](case, results.x, results.dout)
+        fails(results, "out", other.of_queries["out"])
+    if branch == "selected":
+        ids = results.inputs["block_indices"].clone()
+        current = torch.tensor([5, 100, 119])[:, None, None] // 16
+        seen = (ids[[5, 100, 250]] >= 0) & (ids[[5, 100, 250]] <= current)
+        row, head, slot = seen.nonzero()[0].tolist()
+        ids[[5, 100, 250][row], head, slot] = -1
+        dropped = RUNS[branch](results.case, results.x, results.dout, ids)
+        fails(results, "out", dropped.of_queries["out"])
 
 
-@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
-@pytest.mark.parametrize("rotated", [True, False])
-def test_compression_equals_the_reference(phi, rotated):
-    config = small(phi=phi)
-    batch = make_batch(config, (70, 0, 9, 8, 133, 1))
-    x, cu = batch.k(), batch.kwargs["cu_seqlens_k"]
-    names = phi_parameters(batch, config.head_dim)
-    leaves = [x.clone().requires_grad_(), *(w.clone().requires_grad_() for w in names.values())]
-    weights = PhiWeights(**dict(zip(names, leaves[1:], strict=True))) if names else None
-    y, cu_cmp = compress(leaves[0], weights, config, cu)
-    rope = ROPE if rotated else None
-    if rope is not None:
-        y = apply_rope(y, compressed_positions(config, cu, y.shape[0]), rope)
-    dy = batch.normal(*y.shape)
-    y = y[: int(cu_cmp[-1])]
-    dx, *dw = torch.autograd.grad(y, leaves, dy[: y.shape[0]])
-    sampled = SampledCompression(x, weights, config, cu, rope)
-    rows, tokens = shuffled(y.shape[0], 2), shuffled(x.shape[0], 2)
-    near(sampled.at_blocks(rows, torch.float64)["y"], y.detach()[rows].numpy())
-    near(sampled.at_tokens(tokens, torch.float64, dy)["dx"], dx[tokens].numpy())
-    found = sampled.weight_gradients(torch.float64, dy)
-    assert found.keys() == names.keys()
-    for actual, wanted in zip(found.values(), dw, strict=True):
-        near(actual, wanted.numpy())
+def test_gate_of_the_whole():
+    results = RUNS["whole"](case_of(dtype=torch.bfloat16, phi="linear"))
+    fails(results, "dgates", results.of_queries["dgates"].flip(-1))
+    fails(results, "dk_cmp_raw", results.of_keys["dk_cmp_raw"].roll(1, 0))
 
 
-def choice_case(**changes: Any) -> tuple[NSAConfig, Tensor, Tensor, Tensor, dict[str, Any]]:
-    config = small(num_heads=6, **changes)
-    x = make_inputs(config, *BATCHES["fewer queries"])
-    offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    k_cmp, _ = compress(x.k_cmp_raw, None, config, x.cu_seqlens_k)
-    _, lse = compressed_attention(x.q, k_cmp, None, config, **offsets)
-    return config, x.q, k_cmp, select_blocks(x.q, k_cmp, lse, config, **offsets), offsets
+# ------------------------------------------------------------------------------
+# selection
+
+
+def selection(**changes: Any) -> tuple[Case, Tensor, Tensor, Sample, Tensor]:
+    """A case, its queries and compressed keys, all rows, and the reference's selection."""
+    case = case_of(FEWER, **changes)
+    x = case.inputs()
+    k = compressed_rows(case, x.k_cmp_raw, x)
+    rows = torch.arange(len(x.q))
+    sample = Sample(rows, rows[:0], x.cu_seqlens_q, x.cu_seqlens_k)
+    return case, x.q, k, sample, select(case, x.q, k, x)
 
 
 @pytest.mark.parametrize(
@@ -206,27 +138,28 @@ def choice_case(**changes: Any) -> tuple[NSAConfig, Tensor, Tensor, Tensor, dict
         {"coarse_block_size": 32, "num_coarse_blocks": 5},
         {"score_precision": "fp8"},
     ],
+    ids=str,
 )
-def test_choice_equals_the_reference(changes):
-    config, q, k_cmp, chosen, offsets = choice_case(**changes)
-    sampled = sampled_selection(q, k_cmp, config, **offsets)
-    rows = shuffled(q.shape[0])
-    found, clear = sampled.at_queries(rows)
-    assert float(clear.double().mean()) > 0.9
-    assert torch.equal(found[clear], chosen[rows][clear])
-    agreement = sampled.agreement(rows, chosen)
-    assert (agreement.rows, agreement.against) == (2 * q.shape[0], 0)
-    assert agreement.near <= int((~clear).sum())
+def test_selection_is_that_of_the_reference(changes):
+    case, q, k, sample, expected = selection(**changes)
+    rows = shuffled(len(q))
+    found = sampled_selection(q, k, sample._replace(queries=rows), case.config)
+    assert float(found.clear.double().mean()) > 0.9
+    assert torch.equal(found.indices[found.clear], expected[rows][found.clear])
+    agreement = found.agreement(expected[rows])
+    assert (agreement.rows, agreement.against) == (2 * len(q), 0)
+    assert agreement.near <= int((~found.clear).sum())
 
 
-def test_choice_with_q_zero_is_nowhere_clear_and_near_where_it_differs():
-    config, q, k_cmp, chosen, offsets = choice_case()
-    sampled = sampled_selection(torch.zeros_like(q), k_cmp, config, **offsets)
-    rows = torch.arange(9)  # the last queries of 257 tokens: inner blocks tie exactly
-    found, clear = sampled.at_queries(rows)
-    assert not bool(clear.any())
-    assert found[0, 0].tolist() == [0, 1, 14, 15]
-    agreement = sampled.agreement(rows, chosen)
+def test_ties_are_nowhere_clear_and_near_if_they_differ():
+    """Inner blocks of the last queries of 257 tokens tie exactly if q is 0."""
+    case, q, k, sample, other = selection()
+    rows = torch.arange(9)
+    sample = sample._replace(queries=rows)
+    found = sampled_selection(torch.zeros_like(q), k, sample, case.config)
+    assert not bool(found.clear.any())
+    assert found.indices[0, 0].tolist() == [0, 1, 14, 15]
+    agreement = found.agreement(other[rows])
     assert agreement.against == 0
     assert agreement.near > 0
 
@@ -237,9 +170,10 @@ def free_block(ids: list[int]) -> int:
 
 
 # Wrong selections of the query at position 159 of the second sequence: blocks 0 to 9.
-WRONG = {
+WRONG: dict[str, Callable[[list[int]], list[int]]] = {
     "forced block": lambda ids: sorted([*ids[1:], free_block(ids)]),
     "lower block": lambda ids: sorted([ids[0], free_block(ids), *ids[2:]]),
+    "one block less": lambda ids: [ids[0], *ids[2:], -1],
     "future": lambda ids: [*ids[:-1], 10],
     "repeated": lambda ids: [ids[0], ids[0], *ids[2:]],
     "descending": lambda ids: ids[::-1],
@@ -248,89 +182,21 @@ WRONG = {
 
 @pytest.mark.parametrize("error", WRONG)
 def test_wrong_selections_are_seen(error):
-    config, q, k_cmp, chosen, offsets = choice_case()
-    sampled = sampled_selection(q, k_cmp, config, **offsets)
-    rows, wrong = torch.arange(q.shape[0]), chosen.clone()
-    assert sampled.agreement(rows, chosen).against == 0
-    assert sampled.agreement(rows, chosen.flip(1)).against > 0  # of the other KV head
-    wrong[138, 0] = torch.tensor(WRONG[error](chosen[138, 0].tolist()))
+    case, q, k, sample, expected = selection()
+    found = sampled_selection(q, k, sample, case.config)
+    assert found.agreement(expected).against == 0
+    assert found.agreement(expected.flip(1)).against > 0  # of the other KV head
+    wrong = expected.clone()
+    wrong[138, 0] = torch.tensor(WRONG[error](expected[138, 0].tolist()))
     if error in ("future", "repeated", "descending"):
         with pytest.raises(AssertionError, match="block_indices"):
-            sampled.agreement(rows, wrong)
+            found.agreement(wrong)
     else:
-        assert sampled.agreement(rows, wrong).against > 0
+        assert found.agreement(wrong).against > 0
 
 
-def whole_case(
-    branches: tuple[str, ...] = BRANCHES, dtype: torch.dtype = torch.float64, **changes: Any
-) -> tuple[SampledWhole, dict[str, Tensor], Tensor]:
-    """The sampled whole, the reference's out and gradients by name, and dout."""
-    config = small(num_heads=6, branches=branches, **changes)
-    lengths = BATCHES["packed"]
-    x = make_inputs(config, *lengths, dtype=dtype, requires_grad=True)
-    batch = make_batch(config, *lengths)
-    weights = [
-        PhiWeights(**{n: w.to(dtype) for n, w in phi_parameters(batch, size).items()})
-        for size in (config.head_dim, config.value_dim)
-    ]
-    phi = (weights[0], weights[1]) if config.phi != "mean" else None
-    leaves = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    if config.compress_rope == "none":
-        leaves["q_cmp"] = batch.q().to(dtype).requires_grad_()
-    out = native_sparse_attention(**leaves, phi=phi, config=config, rope=ROPE)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    out.backward(dout)
-    found = {name: y.grad for name, y in leaves.items() if y.grad is not None}
-    plain = {name: y.detach() for name, y in leaves.items()}
-    q_cmp = plain.pop("q_cmp", None)
-    sampled = SampledWhole(PackedInputs(**plain), config, None, phi, q_cmp, ROPE)
-    if "slc" in branches:
-        tokens = plain["q"].shape[0]
-        k_cmp = sampled.compressed("k", dtype)
-        missing = tokens // config.compress_stride - k_cmp.shape[0]
-        k_cmp = torch.nn.functional.pad(k_cmp, (0, 0, 0, 0, 0, missing))
-        queries = plain["q"] if q_cmp is None else q_cmp
-        offsets: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-        _, lse = compressed_attention(queries, k_cmp, None, config, **offsets)
-        chosen = select_blocks(queries, k_cmp, lse, config, **offsets)
-        sampled = dataclasses.replace(sampled, block_indices=chosen)
-    return sampled, {**found, "out": out.detach()}, dout
-
-
-@pytest.mark.parametrize(
-    ("branches", "changes"),
-    [
-        (BRANCHES, {}),
-        (BRANCHES, {"phi": "linear", "compress_rope": "none"}),
-        (("cmp", "win"), {"phi": "mlp"}),
-        (("slc",), {}),
-    ],
-)
-def test_whole_equals_the_reference(branches, changes):
-    sampled, wanted, dout = whole_case(branches, **changes)
-    rows, tokens = shuffled(dout.shape[0], 2), shuffled(dout.shape[0], 5)
-    for name, actual in sampled.at_queries(rows, torch.float64, dout).items():
-        near(actual, wanted[name][rows].numpy())
-    found = sampled.at_tokens(tokens, torch.float64, dout)
-    for name, actual in found.items():
-        near(actual, wanted[name][tokens].numpy())
-    assert len(found) == 2 * len(branches)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gate_of_the_whole(dtype):
-    sampled, found, dout = whole_case(dtype=dtype, phi="linear")
-    rows = sample_rows(sampled.inputs.cu_seqlens_q, 40)
-
-    def check(**planted: Tensor) -> None:
-        of_queries = {name: found[name] for name in ("out", "q", "gates")} | planted
-        check_sampled(lambda d: sampled.at_queries(rows, d, dout), of_queries, rows, dtype, "whole")
-
-    check()
-    of_keys = {name: gradient for name, gradient in found.items() if name[0] in "kv"}
-    check_sampled(lambda d: sampled.at_tokens(rows, d, dout), of_keys, rows, dtype, "whole")
-    with pytest.raises(AssertionError, match="whole gates"):
-        check(gates=found["gates"].flip(-1))
+# ------------------------------------------------------------------------------
+# rows
 
 
 def test_sampled_rows_hold_the_edges():
@@ -345,12 +211,10 @@ def test_sampled_rows_hold_the_edges():
 
 def test_sequences_too_short_for_a_block():
     """No compressed row at all: outputs of the branch are 0, gradients too."""
-    x = make_inputs(CONFIG, (5, 0, 7))
-    sampled = SampledWhole(x, dataclasses.replace(CONFIG, branches=("cmp",)), None)
-    rows, dout = torch.arange(12), torch.ones(12, 6, 32, dtype=torch.float64)
-    found = {
-        **sampled.at_queries(rows, torch.float64, dout),
-        **sampled.at_tokens(rows, torch.float64, dout),
-    }
-    assert set(found) == {"out", "q", "gates", "k_cmp_raw", "v_cmp_raw"}
-    assert all(value.shape[0] == 12 and not bool(value.any()) for value in found.values())
+    x, rows = make_inputs(CONFIG, (5, 0, 7)), torch.arange(12)
+    config = dataclasses.replace(CONFIG, branches=("cmp",))
+    given = {**vars(x), "dout": torch.ones(12, 6, 32, dtype=torch.float64)}
+    sample = Sample(rows, rows, x.cu_seqlens_q, x.cu_seqlens_k)
+    found = sampled_values("attention", given, sample, config, torch.float64)
+    assert set(found) == {"out", "dq", "dgates", "dk_cmp_raw", "dv_cmp_raw"}
+    assert all(len(values) == 12 and not bool(values.any()) for _, values in found.values())

@@ -1,0 +1,438 @@
+"""Kernels at edges of tiles, chunks and segments, in the interpreter, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa import PhiWeights, Rope, select_blocks
+from nsa.ops._sequences import Sequences
+from nsa.ops._triton import range_launch
+from nsa.ops._triton.rotation import cos_sin
+from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
+from nsa.ops.compression import Raw, ops, run_compress
+from nsa.ops.projection import ops as projection_launch
+from nsa.ops.selected import algorithm as algorithm_rules
+from nsa.ops.selected import index, launch
+from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
+from tests.ops.cases import small
+from tests.ops.properties import equal_bits
+from tests.ops.public import (
+    ALGORITHMS,
+    RUNS,
+    Case,
+    Results,
+    check_combine,
+    check_compress,
+    check_project,
+    check_selection,
+    compressed_rows,
+    run_branch,
+    select,
+)
+
+PACKED, FEWER = (84, 1, 0, 37), (21, 1, 0, 4)
+
+
+def heads(group: int, num_kv_heads: int = 1, **changes: Any) -> Any:
+    sizes = {"num_heads": group * num_kv_heads, "num_kv_heads": num_kv_heads}
+    return small(**{"value_dim": 16, **sizes, **changes})
+
+
+def run(
+    operator: str,
+    case: Case,
+    block_indices: Tensor | None = None,
+    tile: Tile | None = None,
+    segments: int | None = None,
+    **constants: int,
+) -> Results:
+    """A branch with another tile or other constants of the selected branch's launches."""
+    with ExitStack() as stack:
+        if tile is not None:
+            stack.enter_context(tiles_chosen_by(lambda key, _: tile))
+        if segments is not None:
+            stack.enter_context(mock.patch.object(launch, "num_segments", return_value=segments))
+        for name, value in constants.items():
+            stack.enter_context(mock.patch.object(launch, name, value))
+        given = {} if block_indices is None else {"block_indices": block_indices}
+        return run_branch(operator, case, **given)
+
+
+TILE, TURNED = Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, keys_as_rows=True)
+RANGES: dict[str, tuple[Case, Tile]] = {
+    "packed": (Case(heads(3, 2, value_dim=32), (70, 1, 0, 45)), TURNED),
+    "fewer queries": (Case(heads(3, 2), (70, 1, 0, 45), (20, 1, 0, 7)), TILE),
+    "dense": (Case(heads(3, head_dim=48), (66, 66), dense=True), Tile(32, 16, 4, 1)),
+    "G 1": (Case(heads(1), (61,)), TILE),
+    "G 5": (Case(heads(5), (61,)), TURNED),
+    "G 16": (Case(heads(16), (61,)), TILE),
+}
+
+
+@pytest.mark.parametrize("name", [*RANGES, "chunks"])
+@pytest.mark.parametrize("branch", ["window", "compressed"])
+def test_range(branch, name, monkeypatch):
+    """Queries cut into chunks give the same sums, also if some chunks see no key of a block."""
+    case, tile = RANGES["packed" if name == "chunks" else name]
+    if name == "chunks":
+        monkeypatch.setattr(range_launch, "chunks_of", lambda len_q, *rest: (-(-len_q // 16), 16))
+    run(branch, case, tile=tile).check()
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("num_programs", [1, 128, 256, 100_000])
+@pytest.mark.parametrize("len_q", [1, 512, 513, 8_192, 30_000, 65_536, 1_048_576])
+def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, rows):
+    count, queries = range_launch.chunks_of(len_q, len_q, False, num_programs, rows)
+    assert (count - 1) * queries < len_q <= count * queries
+    assert count == 1 or (queries % rows == 0 and queries > 256)
+    assert count <= 40
+    assert count == 1 or count * num_programs <= 10_240
+
+
+def test_chunks_of_the_seed_shape():
+    """Measured: docs/kernels/range-attention.md."""
+    assert [
+        range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
+    ] == [4, 16, 40, 40]
+    assert range_launch.chunks_of(65_536, 512, True, 2_048, 64)[0] == 1
+
+
+# ------------------------------------------------------------------------------
+# selected branch
+
+GATHERED: dict[str, tuple[Case, dict[str, Any]]] = {
+    "G 1": (Case(heads(1, 2), PACKED), {}),
+    "G 6": (Case(heads(6, 2), PACKED), {}),
+    "G 16": (Case(heads(16, value_dim=32), (20, 5)), {"segments": 1}),
+    # Segments that end inside a sequence; the last of twenty are empty.
+    "1 segment": (Case(heads(2, 2), (84, 1)), {"segments": 1}),
+    "20 segments": (Case(heads(2, 2), (84, 1)), {"segments": 20}),
+    "fewer queries": (Case(heads(3, 2), PACKED, FEWER), {}),
+    "dense": (Case(heads(2, 2), (20, 20), dense=True), {"segments": 3}),
+    **{f"n {n}": (Case(heads(2, num_selected_blocks=n), (50,)), {}) for n in (3, 5, 12)},
+    # A tile of fewer keys than a block has: a row of slots for each part, hidden ones included.
+    "parts of blocks": (Case(heads(3), (40, 9)), {"tile": Tile(16, 8, 4, 1)}),
+    "one merge": (Case(heads(2), (30,)), {"MERGED": 1024, "segments": 1}),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered(name):
+    case, options = GATHERED[name]
+    run("gathered", case, **{"tile": Tile(32, 16, 4, 1), **options}).check()
+
+
+@pytest.mark.parametrize("algorithm", ["tiled", "auto"])
+def test_other_algorithms(algorithm):
+    case = Case(heads(3, 2), PACKED, FEWER, algorithm=algorithm)
+    run("any", case, tile=Tile(32, 16, 4, 1)).check()
+
+
+def test_fewer_entries_make_smaller_chunks(monkeypatch):
+    """Sizes depend on shapes alone and are powers of two; 131,072 entries are two sequences of
+    2,048 tokens of the seed shape.
+    """
+    monkeypatch.setattr(launch, "BACKWARD_CHUNK", 1024)
+    expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
+    assert {entries: launch.chunk_size(entries) for entries in expected} == expected
+
+
+def test_number_of_segments(monkeypatch):
+    """One if the partial results are small, else four of them a query head."""
+    monkeypatch.undo()
+    assert launch.num_segments(2048, 16, 12 * 64 * 2) == 1
+    assert launch.num_segments(65536, 16, 12 * 64 * 2) == 4
+    assert launch.num_segments(65536, 12, 12 * 64 * 2) == 3
+    assert launch.num_segments(3, 2**10, 2**20) == 3
+
+
+class Noted:
+    """Stands for the streams and notes what is asked of them, and the launchers' steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+        self.said = said
+        monkeypatch.setattr(launch, "fork_join", self.open)
+        made = ("new_gathered", "new_backward_index", "fill_index", "make_lists")
+        for name in (*made, "gather_forward", "_gather_gradients"):
+            monkeypatch.setattr(launch, name, self.noting(name, getattr(launch, name)))
+
+    @contextmanager
+    def open(self, device: torch.device, enabled: bool = True) -> Iterator[Noted]:
+        self.said.append("fork" if enabled else "one stream")
+        yield self
+        self.said.append("join")
+
+    def noting(self, name: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.said.append(name)
+            return function(*arguments, **named)
+
+        return call
+
+    @contextmanager
+    def on_side(self) -> Iterator[None]:
+        self.said.append("side")
+        yield
+        self.said.append("calling")
+
+    def record(self) -> Any:
+        return lambda: self.said.append("wait")
+
+    def fork(self) -> None:
+        self.said.append("fork")
+
+
+def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
+    """The index is made while lists are; the gathered kernels wait for both."""
+    said: list[str] = []
+    Noted(monkeypatch, said)
+    run("gathered", Case(heads(2, 2), (25, 5)))
+    made = "fork side fill_index calling make_lists wait"
+    forward = f"new_gathered {made} gather_forward join"
+    last = "fork side _gather_gradients calling _gather_gradients join"
+    assert said == f"{forward} new_backward_index {made} {last}".split()
+    said.clear()
+    run("selected", Case(heads(2, 2), (25, 5)))
+    assert said[:4] == ["one stream", "make_lists", "wait", "join"]
+
+
+def test_a_block_that_every_query_selects():
+    ids = torch.tensor([0, 1, -1, 2]).int().expand(70, 1, 4).contiguous()
+    run("gathered", Case(heads(2), (70,)), ids).check()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_the_selection_decides(scattered, monkeypatch):
+    """Long lists by the shapes: the algorithm follows from the selection, bit for bit."""
+    for module in (index, algorithm_rules):
+        monkeypatch.setattr(module, "SCATTER_THRESHOLD", 1.25)
+    case, tile = Case(heads(2, num_selected_blocks=3), (118,)), Tile(32, 16, 4, 1)
+    ids = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()
+    if scattered:
+        ids = torch.rand(118, 1, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)
+        ids = ids[..., :3].int()
+    found = run("any", case, ids, tile)
+    found.check()
+    same, other = (run(name, case, ids, tile).of_queries for name in ("gathered", "selected"))
+    if not scattered:
+        same, other = other, same
+    assert all(torch.equal(x, same[name]) for name, x in found.of_queries.items())
+    assert not all(torch.equal(x, other[name]) for name, x in found.of_queries.items())
+
+
+@pytest.mark.parametrize("absent", [-1, 7])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_queries_without_a_block(algorithm, absent):
+    """Empty lists of tiles, and queries without a block beside others: output 0, lse -inf."""
+    ids = torch.full((66, 1, 4), absent, dtype=torch.int32)
+    assert not run(algorithm, Case(NARROW, (66,)), ids).of_keys["dk"].any()
+    ids[40::3, :, 2] = 1
+    results = run(algorithm, Case(NARROW, (66,)), ids)
+    results.check()
+    assert not results.of_queries["out"][:40].any()
+    assert not results.of_queries["dq"][:40].any()
+    assert results.of_queries["lse"][:40].isneginf().all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_later_queries_change_no_earlier_gradient(algorithm):
+    """Other queries, values and selections from row 40 on leave the bits of dQ before it."""
+    case = Case(heads(3), (60,))
+    x, ids = case.inputs(), case.block_indices()
+    dout = case.normal(60, 3, 16)
+    first = RUNS[algorithm](case, x, dout, ids).of_queries["dq"]
+    x = dataclasses.replace(x, q=x.q.clone(), v_slc=x.v_slc.clone())
+    ids, dout = ids.clone(), dout.clone()
+    ids[40:] = ids[40:].roll(1, 0)
+    for y in (x.q, x.v_slc, dout):
+        y[40:] += 1.0
+    second = RUNS[algorithm](case, x, dout, ids).of_queries["dq"]
+    assert equal_bits(first[:40], second[:40])
+    assert not torch.equal(first[40:], second[40:])
+
+
+@pytest.mark.parametrize("group_size", [11, 40])
+def test_tiles_that_end_between_the_heads_of_a_query(group_size):
+    """Whole queries would leave more than an eighth of a tile's rows out, or do not fit into it."""
+    tile = default_tile(TileKey("selected_attention_fwd", 32, 4), (9, 0))
+    tile, used = launch.tile_of(tile, group_size, 16)
+    assert used == tile.rows
+    RUNS["selected"](Case(heads(group_size), (37, 0, 9), (21, 0, 9))).check()
+
+
+# ------------------------------------------------------------------------------
+# selection
+
+
+def of_pattern(sizes: tuple[int, int, int, int], group: int, **changes: Any) -> Any:
+    names = ("compress_block_size", "compress_stride", "block_size", "num_selected_blocks")
+    return heads(group, **dict(zip(names, sizes, strict=True)), **changes)
+
+
+SMALL = (8, 4, 16, 4)
+SELECTIONS: dict[str, tuple[Case, Tile]] = {
+    "packed": (Case(of_pattern(SMALL, 3), (200, 1, 0, 77)), Tile(16, 4, 4, 1)),
+    "kept queries": (
+        Case(of_pattern(SMALL, 3), (200, 1, 0, 77)),
+        Tile(16, 4, 4, 1, keep_queries=True),
+    ),
+    "fewer queries": (Case(of_pattern(SMALL, 6), (300, 64), (20, 64)), Tile(16, 4, 4, 1)),
+    "many blocks": (Case(of_pattern((8, 4, 16, 16), 2), (330, 40)), Tile(64, 4, 4, 1)),
+    **{
+        f"forced {init} {local}": (
+            Case(of_pattern(SMALL, 2, num_init_blocks=init, num_local_blocks=local), (260,)),
+            Tile(16, 4, 4, 1),
+        )
+        for init, local in ((0, 1), (2, 2), (1, 3))
+    },
+    # Overlaps of every kind: none, half, whole blocks; n that is no power of two.
+    **{
+        f"stencil {sizes}": (Case(of_pattern(sizes, 1), (330,)), Tile(16, 4, 4, 1))
+        for sizes in (
+            *((16, 16, 64, 4), (16, 4, 16, 5), (12, 4, 16, 3)),
+            *((8, 8, 16, 8), (4, 4, 16, 3)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selection(name):
+    """The kernel selects as the reference does, from the same fp32 keys."""
+    case, tile = SELECTIONS[name]
+    x = case.inputs()
+    k = compressed_rows(case, x.k_cmp_raw, x).nan_to_num()
+    with tiles_chosen_by(lambda key, other: tile if key.kernel == "select_blocks" else other):
+        found = select(case, x.q, k, x)
+    reference = dataclasses.replace(case, backend="reference")
+    assert torch.equal(found, select(reference, x.q, k, x))
+
+
+def test_ties_go_to_the_lower_block():
+    """Inner blocks tie exactly if q is 0, wherever they are in a step."""
+    config = of_pattern(SMALL, 2)
+    q, k, lse = torch.zeros(300, 2, 16), torch.randn(75, 1, 16), torch.zeros(300, 2)
+    with tiles_chosen_by(lambda key, _: Tile(16, 4, 4, 1)):
+        found = select_blocks(q, k, lse, config, backend="triton")
+    assert torch.equal(found, select_blocks(q, k, lse, config, backend="reference"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_selected_blocks_table": ((-1, 130, 3), (-1, 200, 4))},
+        {"coarse_block_size": 32, "num_coarse_blocks": 4},
+        {"score_precision": "fp8"},
+    ],
+    ids=["table", "two stages", "fp8"],
+)
+def test_options_of_the_selection(changes):
+    check_selection(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
+
+
+def test_steps_without_a_kept_block():
+    """Most steps of the second stage are left out; the key before a kept block still counts."""
+    sizes = {"coarse_block_size": 64, "num_coarse_blocks": 5}
+    config = heads(2, **sizes, num_init_blocks=0, num_local_blocks=1)
+    with tiles_chosen_by(lambda key, tile: Tile(16, 4, 4, 1)):
+        check_selection(Case(config, (1200,) * 6, (1,) * 6))
+
+
+# ------------------------------------------------------------------------------
+# projection, compression, combination
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("cmp", "win"), ("slc",)], ids=str)
+@pytest.mark.parametrize("gate", [("sigmoid", 1.0), ("softmax", 1.0), ("softmax", 0.3)], ids=str)
+def test_gates_of_a_projection(gate, branches):
+    activation, temperature = gate
+    changes = {"gate": activation, "gate_temperature": temperature, "branches": branches}
+    check_project(Case(dataclasses.replace(NARROW, **changes), (70, 3)))
+
+
+def test_heads_of_many_tokens_in_fewer_programs(monkeypatch):
+    monkeypatch.setattr(projection_launch, "SOME_TOKENS", 0)
+    check_project(Case(NARROW, (70, 3)))
+
+
+@pytest.mark.parametrize(
+    ("phi", "sizes", "lengths"),
+    [
+        ("mlp", (8, 4), (45, 9)),
+        *(("mean", sizes, (70, 33)) for sizes in ((16, 4), (12, 4), (8, 8))),
+        *(("linear", sizes, (70, 7, 8, 45)) for sizes in ((8, 4), (16, 4), (12, 4), (8, 8))),
+    ],
+)
+def test_compression(phi, sizes, lengths, monkeypatch):
+    """Weights of more than 8 rows take several tiles."""
+    monkeypatch.setattr(ops, "WEIGHT_TILE", 256)
+    config = heads(1, 2, phi=phi, head_dim=32, value_dim=32)
+    config = dataclasses.replace(config, compress_block_size=sizes[0], compress_stride=sizes[1])
+    check_compress(Case(config, lengths))
+
+
+def test_some_branches():
+    for branches in (("slc", "win"), ("cmp", "win"), ("cmp",)):
+        check_combine(Case(NARROW, (20,)), branches)
+        RUNS["whole"](Case(dataclasses.replace(NARROW, branches=branches), (36,))).check()
+
+
+def test_whole_gathered():
+    config = dataclasses.replace(NARROW, head_dim=32, rotary_dim=16)
+    RUNS["whole"](Case(config, (66, 9), algorithm="gathered")).check()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_the_rest_of_a_sequence(backend):
+    """Tokens from a later position on are compressed to the bits that the whole sequence gives."""
+    config = small(phi="linear")
+    rope, skipped = Rope.from_config(config), 12
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(70 + 45, 2, 16, generator=generator)
+    weight = torch.randn(2, 8, 16, generator=generator)
+
+    def run(tokens: Tensor, lengths: list[int], starts: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
+        where = Sequences.packed(torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32))
+        raw = Raw(leaves[0], PhiWeights(weight=leaves[1]), rope)
+        (y,) = run_compress([raw], config, where, backend, starts)
+        y = y[: sum((n - 8) // 4 + 1 for n in lengths)]
+        # the gradient of the 13 + 10 blocks that the rest has as well
+        return y.detach(), *torch.autograd.grad(y[-23:].sin().sum(), leaves)
+
+    whole, d_whole, dw_whole = run(x, [70, 45], None)
+    starts = torch.tensor([skipped, 0], dtype=torch.int32)
+    rest, d_rest, dw_rest = run(x[skipped:], [70 - skipped, 45], starts)
+    assert torch.equal(rest, whole[skipped // 4 :])
+    torch.testing.assert_close(d_rest, d_whole[skipped:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw_rest, dw_whole, rtol=1e-5, atol=1e-4)
+
+
+@triton.jit
+def cos_sin_kernel(angle_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    cosine, sine = cos_sin(tl.load(angle_ptr + at))
+    tl.store(out_ptr + at, cosine)
+    tl.store(out_ptr + SIZE + at, sine)
+
+
+@pytest.mark.parametrize("largest", [4.0, 1e3, 1e6, 1e8])
+def test_cosine_and_sine(largest):
+    generator = torch.Generator().manual_seed(0)
+    angle = (torch.rand(4096, generator=generator) * 2 - 1) * largest
+    angle[:9] = torch.arange(-4, 5) * torch.pi / 4  # where the quadrant changes
+    out = torch.empty(2, 4096)
+    cos_sin_kernel[(1,)](angle, out, SIZE=4096)
+    exact = angle.double()
+    assert (out.double() - torch.stack((exact.cos(), exact.sin()))).abs().max() < 1.1e-7
