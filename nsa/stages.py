@@ -59,11 +59,6 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _listener(name)
 
 
-def has_listener() -> bool:
-    """Whether stages are being followed, by a profiler for example."""
-    return _listener is not None
-
-
 def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: every call of the function is a :func:`stage`."""
 

@@ -102,11 +102,11 @@ def _cached(point: Point, config: NSAConfig, kernels: tuple[str, ...]) -> Attent
     if not kernels:
         all_of_them = [partial(exact, sequence, point.dtype) for sequence in range(batch)]
         return Attention(lambda: torch.cat([one() for one in all_of_them]), exact, (), None)
-    from nsa.ops.decode.launch import DecodeStep, append
+    from nsa.ops.decode.launch import append, attend
 
     def step(reads: Tensor | None = None) -> Tensor:
         append(new_tokens(inputs, tensors), tensors, None, rope, config, 1)
-        return DecodeStep.of(tensors, config, 1, reads).attend(inputs.q, None, inputs.gates)[0]
+        return attend(inputs.q, None, inputs.gates, tensors, config, 1, reads)[0]
 
     reads = torch.zeros(batch * config.num_kv_heads, 3, dtype=torch.int64, device=point.device)
     step(reads)

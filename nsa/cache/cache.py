@@ -305,7 +305,7 @@ class LayerCache:
         block_indices: of the last tokens, where decode kernels or the branches selected blocks.
         is_exact: whether blocks are scored exactly. Approximate scores are those of the operators
             of training, which then run steps too: no CUDA graph can hold these.
-        reads: see ``nsa.ops.decode.launch.DecodeStep``; keys are counted where it is a tensor.
+        reads: see ``nsa.ops.decode.launch.attend``; keys are counted where it is a tensor.
     """
 
     def __init__(self, config: NSAConfig, cache: NSACache, layer: int) -> None:
@@ -430,13 +430,11 @@ class LayerCache:
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors
     ) -> Tensor:
-        from nsa.ops.decode.launch import DecodeStep, append
+        from nsa.ops.decode.launch import append, attend
 
         config = self.config
         append(new_tokens(inputs, tensors), tensors, inputs.phi, rope, config, queries)
         q_cmp = None if inputs.q_cmp is None else inputs.q_cmp.contiguous()
-        step = DecodeStep.of(tensors, config, queries, self.reads)
-        out, self.block_indices = step.attend(
-            inputs.q.contiguous(), q_cmp, inputs.gates.contiguous()
-        )
+        q, gates = inputs.q.contiguous(), inputs.gates.contiguous()
+        out, self.block_indices = attend(q, q_cmp, gates, tensors, config, queries, self.reads)
         return out

@@ -131,14 +131,12 @@ def run_range_attention(
     name: str, inputs: RangeInputs, keys: KeyRange, softmax_scale: float, results: RangeResults
 ) -> None:
     """Fill the results by the kernel of the operator ``name``."""
-    from nsa.ops._triton.range_launch import range_forward, tile_name
-    from nsa.ops._triton.tuning import tile_for
+    from nsa.ops._triton.range_launch import range_forward
 
     check_queries(name, inputs.q)
     check_keys(name, "k" if keys.window else "k_cmp", inputs.k, keys.stride)
     inputs = RangeInputs(*(rows(x) for x in inputs))
-    tile = tile_for(tile_name(name, "fwd", keys), inputs.q, inputs.v)
-    range_forward(inputs, results.out, results.lse.t(), keys, softmax_scale, tile)
+    range_forward(name, inputs, results.out, results.lse.t(), keys, softmax_scale)
 
 
 def new_range_backward(
@@ -175,18 +173,15 @@ def new_range_backward(
 def range_query_gradient(backward: RangeBackward) -> None:
     """dq, and what the gradients of the keys need."""
     from nsa.ops._triton.range_launch import range_dq
-    from nsa.ops._triton.tuning import tile_for
 
-    range_dq(backward, tile_for(backward.tile_name("dq"), backward.inputs.q, backward.inputs.v))
+    range_dq(backward)
 
 
 def range_key_gradients(backward: RangeBackward) -> tuple[Tensor, Tensor]:
     """dk and dv, after :func:`range_query_gradient`."""
     from nsa.ops._triton.range_launch import range_dkv
-    from nsa.ops._triton.tuning import tile_for
 
-    tile = tile_for(backward.tile_name("dkv"), backward.inputs.q, backward.inputs.v)
-    return range_dkv(backward, tile)
+    return range_dkv(backward)
 
 
 def rows(x: Tensor) -> Tensor:

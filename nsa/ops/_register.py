@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.library import Library
 
-from nsa.ops._replay import replayed
+from nsa.ops._plan import planned
 
 _LIBRARY = Library("nsa", "FRAGMENT")
 
@@ -43,12 +43,11 @@ def register(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    replay: bool = True,
 ) -> torch._ops.OpOverload:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
     The operator runs with the device of its tensors made current, as PyTorch's own operators do, so
-    that one process can use several GPUs: replayed launches and side streams need it.
+    that one process can use several GPUs: side streams need it.
 
     Args:
         name: of the operator, without its namespace.
@@ -61,14 +60,12 @@ def register(
             tuple.
         backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a
             list; ``ctx.needs`` says which are wanted. Without it there are none.
-        replay: whether what the function launches depends on shapes alone, see
-            :func:`nsa.ops._replay.replayed`.
 
     Returns:
         The operator.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    implementation = guarded(replayed(function) if replay else function)
+    implementation = guarded(planned(function))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
@@ -220,7 +217,10 @@ def _nested(lengths: Lengths, flat: tuple[Any, ...]) -> tuple[Any, ...]:
 def cuda_index(arguments: Iterable[Any]) -> int | None:
     """Index of the CUDA device of the first tensor among the arguments; None on another device."""
     for x in arguments:
-        first = x[0] if isinstance(x, list) and x else x
-        if isinstance(first, Tensor):
-            return first.get_device() if first.is_cuda else None
+        if isinstance(x, Tensor):
+            return x.get_device() if x.is_cuda else None
+        if isinstance(x, list | tuple):
+            index = cuda_index(x)
+            if index is not None:
+                return index
     return None

@@ -22,7 +22,7 @@ from nsa.ops._triton.range_launch import (
     range_dq,
     range_forward,
 )
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops import cases
 
@@ -84,7 +84,8 @@ class Case:
 def forward(inputs: RangeInputs, keys: KeyRange, scale: float, tile: Tile) -> RangeResults:
     """out and lse ``[Hq, T]``."""
     out, lse = RangeResults.new(inputs.q, inputs.v)
-    range_forward(inputs, out, lse.t(), keys, scale, tile)
+    with tiles_chosen_by(lambda *_: tile):
+        range_forward("window_attention", inputs, out, lse.t(), keys, scale)
     return RangeResults(out, lse.t())
 
 
@@ -99,8 +100,10 @@ def gradients(
     """dq, dk, dv; one tile for dq, one for dk and dv."""
     dq = torch.empty_like(inputs.q)
     backward = RangeBackward.new("window", inputs, results, dout, dq, keys, scale, Gated())
-    range_dq(backward, tiles[0])
-    return dq, *range_dkv(backward, tiles[1])
+    with tiles_chosen_by(lambda *_: tiles[0]):
+        range_dq(backward)
+    with tiles_chosen_by(lambda *_: tiles[1]):
+        return dq, *range_dkv(backward)
 
 
 def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -> None:

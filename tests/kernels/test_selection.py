@@ -11,7 +11,7 @@ from nsa import NSAConfig, compress, compressed_attention, select_blocks
 from nsa.ops._operator import Call
 from nsa.ops._range import KeyRange
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.selection.launch import Selection, select_blocks_forward
 from nsa.ops.selection.ops import new_selection
 from nsa.testing import make_inputs
@@ -50,9 +50,9 @@ def compare(
     keys = KeyRange.of_blocks(Call(config, sequences, scale))
     tile = Tile(rows, 4, 4, 1, keep_queries=keep_queries)
     found = new_selection(q, k_cmp, config.num_selected_blocks)
-    select_blocks_forward(
-        q, k_cmp, lse.t().contiguous(), found, keys, scale, Selection.of(config), tile
-    )
+    with tiles_chosen_by(lambda *_: tile):
+        given = (q, k_cmp, lse.t().contiguous(), found, keys, scale)
+        select_blocks_forward(*given, Selection.of(config))
     assert torch.equal(found, select_blocks(q, k_cmp, lse, config, **offsets))
 
 

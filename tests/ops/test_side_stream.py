@@ -17,20 +17,24 @@ DEVICE = torch.device("cuda")
 
 
 class FakeStream:
-    """Records the calls that it gets."""
+    """A stream with a number."""
 
-    def __init__(self, number: int, said: list[str]) -> None:
-        self.cuda_stream, self.device, self.said = number, DEVICE, said
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.device = number, DEVICE
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.said.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
 
-    def record_event(self) -> int:
-        self.said.append(f"event of {self.cuda_stream}")
-        return self.cuda_stream
+class FakeEvent:
+    """Notes which stream waits for which."""
 
-    def wait_event(self, event: int) -> None:
-        self.said.append(f"{self.cuda_stream} waits for the event of {event}")
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.stream = said, -1
+
+    def record(self, stream: FakeStream) -> None:
+        self.said.append(f"event of {stream.cuda_stream}")
+        self.stream = stream.cuda_stream
+
+    def wait(self, stream: FakeStream) -> None:
+        self.said.append(f"{stream.cuda_stream} waits for {self.stream}")
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def make(device: torch.device, priority: int) -> FakeStream:
         nonlocal made
         made += 1
-        return FakeStream(made, said)
+        return FakeStream(made)
 
     @contextmanager
     def current(stream: FakeStream) -> Iterator[None]:
@@ -50,12 +54,18 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield
         said.append(f"off {stream.cuda_stream}")  # not after an error
 
-    main = FakeStream(0, said)
-    cuda: Any = SimpleNamespace(Stream=make, stream=current, current_stream=lambda device: main)
+    main = FakeStream(0)
+    cuda: Any = SimpleNamespace(stream=current, current_stream=lambda device: main)
+    cuda.Stream, cuda.Event = make, lambda: FakeEvent(said)
     monkeypatch.setattr(torch, "cuda", cuda)
-    _side_stream.side_of.cache_clear()
+    _side_stream.streams_of.cache_clear()
     yield said
-    _side_stream.side_of.cache_clear()
+    _side_stream.streams_of.cache_clear()
+
+
+def waits(said: list[str]) -> list[str]:
+    """What was said, without the records of events."""
+    return [line for line in said if not line.startswith("event")]
 
 
 def test_both_begin_and_end_together(said: list[str]) -> None:
@@ -64,13 +74,23 @@ def test_both_begin_and_end_together(said: list[str]) -> None:
             wait = streams.record()
         wait()
     assert said == [
-        "1 waits for 0",
-        "on 1",
-        "event of 1",
-        "off 1",
-        "0 waits for the event of 1",
+        *("event of 0", "1 waits for 0"),
+        *("on 1", "event of 1", "off 1"),
         "0 waits for 1",
+        *("event of 1", "0 waits for 1"),
     ]
+
+
+def test_events_are_made_once_and_each_wait_is_for_its_own(said: list[str]) -> None:
+    made: list[Any] = []
+    torch.cuda.Event = lambda: made.append(FakeEvent(said)) or made[-1]  # type: ignore[misc,assignment]
+    for _ in range(3):
+        with fork_join(DEVICE) as streams:
+            first = streams.record()
+            second = streams.record()
+            first()
+            second()
+    assert len(made) == 4
 
 
 def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
@@ -79,7 +99,7 @@ def test_a_fork_lets_the_side_wait_again(said: list[str]) -> None:
         streams.fork()
         with streams.on_side():
             pass
-    assert said == ["1 waits for 0", "on 1", "off 1", "0 waits for 1"]
+    assert waits(said) == ["1 waits for 0", "on 1", "off 1", "0 waits for 1"]
 
 
 def test_one_within_another_has_a_side_of_its_own(
@@ -90,7 +110,7 @@ def test_one_within_another_has_a_side_of_its_own(
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: outer.side)
         with fork_join(DEVICE) as inner, inner.on_side():
             pass
-    assert said == [
+    assert waits(said) == [
         "1 waits for 0",
         "on 1",
         "2 waits for 1",

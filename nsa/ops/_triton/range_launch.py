@@ -7,13 +7,15 @@ What outlives a launcher is made before it: the caller decides on which stream
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.ops._plan import once
 from nsa.ops._range import KeyRange, RangeInputs, RangeResults
+from nsa.ops._triton.kernel import Launch, describe
 from nsa.ops._triton.layout import Gated, Heads, block_of
 from nsa.ops._triton.range_attention import range_fwd_kernel
 from nsa.ops._triton.range_attention_bwd import (
@@ -22,7 +24,7 @@ from nsa.ops._triton.range_attention_bwd import (
     range_reduce_kernel,
 )
 from nsa.ops._triton.sizes import cdiv
-from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile
+from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
 
 # Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
 # smallest, and programs to aim at.
@@ -59,39 +61,49 @@ def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
     """``x [N, H, D]`` as a kernel loads ``rows`` rows of one head: by pointers or a descriptor."""
     if not tile.tma:
         return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, 1, block_of(x.shape[-1])])
+    return describe(x, (rows, 1, block_of(x.shape[-1])))
 
 
 def range_forward(
+    name: str,
     inputs: RangeInputs,
     out: Tensor,
     lse: Tensor,
     keys: KeyRange,
     softmax_scale: float,
-    tile: Tile,
 ) -> None:
-    """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``."""
+    """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``, with the tile of the operator ``name``."""
     q, k, v = inputs
-    num_q, heads = q.shape[0], Heads.of(q, v)
-    where = keys.sequences
-    num_tiles = where.num_tiles(num_q * heads.G, tile.rows, where.len_q * heads.G)
-    tile = fitting(tile, k, v)
-    if num_q and not k.shape[0]:
+
+    def plan() -> tuple[Tile, Launch]:
+        tile = fitting(tile_for(tile_name(name, "fwd", keys), q, v), k, v)
+        constants = constants_of(inputs, keys, softmax_scale)
+        grid = query_grid(inputs, keys, tile)
+        return tile, Launch(range_fwd_kernel, grid, **constants, TILE=tile, **tile.launch_options())
+
+    if q.shape[0] and not k.shape[0]:
         out.zero_()
         lse.fill_(-torch.inf)
-    elif num_q:
-        range_fwd_kernel[(num_tiles, k.shape[1])](
+    elif q.shape[0]:
+        tile, launch = once(plan)
+        launch(
             q,
             source(k, tile.keys, tile),
             source(v, tile.keys, tile),
             out,
             lse,
             *keys.arguments(),
-            num_q,
-            **constants_of(inputs, keys, softmax_scale),
-            TILE=tile,
-            **tile.launch_options(),
+            q.shape[0],
         )
+
+
+def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, int]:
+    """Programs: tiles of queries by query heads of a group, and KV heads."""
+    q, _, v = inputs
+    num_kv_heads, where = v.shape[1], keys.sequences
+    group_size = q.shape[1] // num_kv_heads
+    rows = q.shape[0] * group_size
+    return where.num_tiles(rows, tile.rows, where.len_q * group_size), num_kv_heads
 
 
 def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
@@ -166,19 +178,23 @@ class RangeBackward:
         return {**constants, "stride_do": self.dout.stride()}
 
 
-def range_dq(backward: RangeBackward, tile: Tile) -> None:
+def range_dq(backward: RangeBackward) -> None:
     """First half of the backward: dq and, for the second half, delta and the gated lse."""
     q, k, v = backward.inputs
     keys, gated = backward.keys, backward.gated
-    num_q, num_kv_heads = q.shape[0], v.shape[1]
-    group_size = q.shape[1] // num_kv_heads
-    if num_q == 0 or k.shape[0] == 0:
+    if q.shape[0] == 0 or k.shape[0] == 0:
         if not gated.adds:
             backward.dq.zero_()
         return
-    tile, where = fitting(tile, k, v), keys.sequences
-    num_tiles = where.num_tiles(num_q * group_size, tile.rows, where.len_q * group_size)
-    range_dq_kernel[(num_tiles, num_kv_heads)](
+
+    def plan() -> tuple[Tile, Launch]:
+        tile = fitting(tile_for(backward.tile_name("dq"), q, v), k, v)
+        grid = query_grid(backward.inputs, keys, tile)
+        constants = {**backward.constants, "TILE": tile, "ADD": gated.adds}
+        return tile, Launch(range_dq_kernel, grid, **constants, **tile.launch_options())
+
+    tile, launch = once(plan)
+    launch(
         q,
         source(k, tile.keys, tile),
         source(v, tile.keys, tile),
@@ -189,43 +205,74 @@ def range_dq(backward: RangeBackward, tile: Tile) -> None:
         backward.dq,
         gated.pointers(backward.gated_lse),
         *keys.arguments(),
-        num_q,
-        **backward.constants,
-        TILE=tile,
-        ADD=gated.adds,
-        **tile.launch_options(),
+        q.shape[0],
     )
 
 
-def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
+class KeyPlan(NamedTuple):
+    """Plan of :func:`range_dkv`.
+
+    Attributes:
+        tile: of the kernel of dK and dV.
+        num_chunks: chunks of queries; 0 if there is nothing to compute.
+        chunk_rows: queries of a chunk.
+        launch: the kernel of dK and dV.
+        reduce: the kernel that adds the sums of several chunks.
+    """
+
+    tile: Tile
+    num_chunks: int
+    chunk_rows: int
+    launch: Launch
+    reduce: Launch
+
+
+def plan_keys(backward: RangeBackward) -> KeyPlan:
+    """Plan the second half of the backward."""
+    (q, k, v), keys, len_q = backward.inputs, backward.keys, backward.keys.sequences.len_q
+    tile, num_kv_heads = tile_for(backward.tile_name("dkv"), q, v), k.shape[1]
+    num_blocks = keys.sequences.num_tiles(k.shape[0], tile.keys, keys.len_key)
+    most = min(len_q, keys.size) if keys.window else len_q
+    programs = num_blocks * num_kv_heads
+    chunks = chunks_of(len_q, most, keys.window, programs, tile.rows) if programs else (0, 0)
+    tile = fitting(tile, q, backward.dout)
+    if q.shape[1] == num_kv_heads and tile.max_registers is not None:
+        # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
+        tile = tile._replace(edge_stages=1)
+    constants, grid = backward.constants, (num_blocks, num_kv_heads)
+    launch = Launch(
+        range_dkv_kernel, (*grid, chunks[0]), **constants, TILE=tile, **tile.launch_options()
+    )
+    reduce = Launch(
+        range_reduce_kernel,
+        (*grid, 2),
+        HEADS=constants["HEADS"],
+        BLOCK_N=tile.keys,
+        WINDOW=keys.window,
+        **reduction_options(tile.keys, k.shape[2], v.shape[2]),
+    )
+    return KeyPlan(tile, *chunks, launch, reduce)
+
+
+def range_dkv(backward: RangeBackward) -> tuple[Tensor, Tensor]:
     """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
     q, k, v = backward.inputs
-    keys, dout, len_q = backward.keys, backward.dout, backward.keys.sequences.len_q
-    num_q, num_key, num_kv_heads = q.shape[0], k.shape[0], k.shape[1]
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    num_blocks = keys.sequences.num_tiles(num_key, tile.keys, keys.len_key)
+    keys, dout, num_q = backward.keys, backward.dout, q.shape[0]
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    plan = once(lambda: plan_keys(backward))
     if not keys.window or num_q == 0:
         # Rows that no block owns are not visited.
         dk.zero_()
         dv.zero_()
-    if num_q == 0 or num_blocks == 0:
+    if num_q == 0 or plan.num_chunks == 0:
         return dk, dv
-    most = min(len_q, keys.size) if keys.window else len_q
-    num_chunks, chunk_rows = chunks_of(
-        len_q, most, keys.window, num_blocks * num_kv_heads, tile.rows
-    )
-    partial = num_chunks > 1
+    is_partial = plan.num_chunks > 1
     dk_sum, dv_sum = dk, dv
-    if partial:
-        dk_sum = torch.empty(num_chunks, *k.shape, dtype=torch.float32, device=k.device)
-        dv_sum = torch.empty(num_chunks, *v.shape, dtype=torch.float32, device=v.device)
-    tile = fitting(tile, q, dout)
-    if q.shape[1] == num_kv_heads and tile.max_registers is not None:
-        # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
-        tile = tile._replace(edge_stages=1)
-    constants = backward.constants
-    range_dkv_kernel[(num_blocks, num_kv_heads, num_chunks)](
+    if is_partial:
+        dk_sum = k.new_empty(plan.num_chunks, *k.shape, dtype=torch.float32)
+        dv_sum = v.new_empty(plan.num_chunks, *v.shape, dtype=torch.float32)
+    tile = plan.tile
+    plan.launch(
         source(q, tile.rows, tile),
         k,
         v,
@@ -236,21 +283,14 @@ def range_dkv(backward: RangeBackward, tile: Tile) -> tuple[Tensor, Tensor]:
         dv_sum,
         *keys.arguments(),
         num_q,
-        chunk_rows,
-        num_key,
-        **constants,
-        TILE=tile,
-        **tile.launch_options(),
+        plan.chunk_rows,
+        k.shape[0],
     )
-    if partial:
-        range_reduce_kernel[(num_blocks, num_kv_heads, 2)](
+    if is_partial:
+        plan.reduce(
             *(dk_sum, dv_sum, dk, dv),
             *keys.arguments(),
-            *(chunk_rows, num_key, keys.size, keys.stride),
-            HEADS=constants["HEADS"],
-            BLOCK_N=tile.keys,
-            WINDOW=keys.window,
-            **reduction_options(tile.keys, k.shape[2], v.shape[2]),
+            *(plan.chunk_rows, k.shape[0], keys.size, keys.stride),
         )
     return dk, dv
 

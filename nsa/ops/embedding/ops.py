@@ -5,12 +5,14 @@ Triton is loaded when the backward first runs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nsa.ops._plan import once
 from nsa.ops._register import register
 
 BLOCK_ROWS = 16
@@ -29,6 +31,7 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
     frequent token: first the sum of each piece, then of each token's pieces.
     """
+    from nsa.ops._triton.kernel import Launch
     from nsa.ops._triton.sizes import cdiv
     from nsa.ops.embedding.kernels import sum_rows_kernel
 
@@ -53,17 +56,10 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
         (partial, None, pieces_before[:-1], pieces_before[1:], dweight),
     ):
         if out.numel():
-            sum_rows_kernel[(out.shape[0], cdiv(width, BLOCK_COLUMNS))](
-                x,
-                order_of_x,
-                first,
-                last,
-                out,
-                width,
-                BLOCK_R=BLOCK_ROWS,
-                BLOCK_C=BLOCK_COLUMNS,
-                num_warps=4,
-            )
+            grid = (out.shape[0], cdiv(width, BLOCK_COLUMNS))
+            sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": BLOCK_COLUMNS, "num_warps": 4}
+            launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
+            launch(x, order_of_x, first, last, out, width)
     return dweight
 
 

@@ -40,7 +40,6 @@ def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
 
 def select_blocks_by_kernel(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Fill ``out``, see :func:`new_selection`."""
-    from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selection.launch import Selection, select_blocks_forward
 
     config, keys = call.config, KeyRange.of_blocks(call)
@@ -54,10 +53,9 @@ def select_blocks_by_kernel(inputs: SelectionInputs, call: Call, out: Tensor) ->
         means, cu_coarse = coarse_keys(inputs.k_cmp, config, call.sequences)
         first, ranges = Selection.of_coarse(config), keys.of_coarse(config, cu_coarse)
         coarse = new_selection(q, means, first.num_blocks)
-        tile = tile_for("select_blocks", q, means)
-        select_blocks_forward(q, means, lse, coarse, ranges, call.softmax_scale, first, tile)
-    selection, tile = Selection.of(config), tile_for("select_blocks", q, k)
-    select_blocks_forward(q, k, lse, out, keys, call.softmax_scale, selection, tile, coarse)
+        select_blocks_forward(q, means, lse, coarse, ranges, call.softmax_scale, first)
+    selection = Selection.of(config)
+    select_blocks_forward(q, k, lse, out, keys, call.softmax_scale, selection, coarse)
 
 
 def _run(*flat: Any) -> Tensor:

@@ -6,12 +6,17 @@ Triton is loaded when it first runs.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.ops.statistics.reference import AT, add_statistics_reference
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.kernel import Launch
 
 # Gates and selected blocks of a tile, at most, and its queries, at least.
 TILE_GATES = 512
@@ -43,24 +48,33 @@ def _add_statistics(
             given = (gates, block_indices, sequences, block_size, columns)
             add_statistics_reference(statistics, *given)
         return
+    if block_indices is not None:
+        block_indices = block_indices.contiguous() if block_indices.numel() else None
+    given = (statistics, gates.contiguous(), block_indices, tile_stats)
+    launch = once(lambda: _plan(gates, block_indices, sequences, block_size, columns))
+    launch(*given, *sequences.arguments(), threshold)
+
+
+def _plan(
+    gates: Tensor,
+    block_indices: Tensor | None,
+    sequences: Sequences,
+    block_size: int,
+    columns: list[int],
+) -> Launch:
+    from nsa.ops._triton.kernel import Launch
     from nsa.ops._triton.sizes import next_power_of_2
     from nsa.ops._triton.tuning import MOST_REGISTERS
     from nsa.ops.statistics.kernels import add_statistics_kernel
 
     num_q, num_heads, _ = gates.shape
-    if block_indices is not None:
-        block_indices = block_indices.contiguous() if block_indices.numel() else None
     num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
     pad_n = next_power_of_2(n)
     most_queries = min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n)
     block_q = max(MIN_QUERIES, next_power_of_2(most_queries + 1) // 2)
-    add_statistics_kernel[(max(sequences.num_tiles(num_q, block_q, len_q), 1),)](
-        statistics,
-        gates.contiguous(),
-        block_indices,
-        tile_stats,
-        *sequences.arguments(),
-        threshold,
+    return Launch(
+        add_statistics_kernel,
+        (max(sequences.num_tiles(num_q, block_q, sequences.len_q), 1),),
         AT=AT,
         COLUMNS=tuple(columns),
         MOST_ENTROPY=math.log2(max(len(columns), 2)),
