@@ -149,4 +149,4 @@ def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> f
     """The softmax scale: D^-0.5 unless given."""
     scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
     check(0 < scale < math.inf, function, "softmax_scale", "be positive and finite", scale)
-    return scale
+    return float(scale)
