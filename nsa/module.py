@@ -15,10 +15,10 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project
 from nsa.ops.projection.layout import Rotated, plain_weight
+from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 from nsa.stages import GATES, PROJECTION, in_stage, stage

@@ -13,11 +13,10 @@ from nsa.bench.points import WHOLE_INPUTS, Point, given_selection, normal
 from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
-from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import Raw, run_compress
+from nsa.ops.range import compressed_attention, window_attention
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import select_blocks
-from nsa.ops.window import window_attention
 from nsa.rope import Rope
 
 Tensors = dict[str, Tensor]

@@ -18,8 +18,7 @@ from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_cu_seqlens_contents
 from nsa.ops._packed import integers, lengths
 from nsa.ops._sequences import Sequences
-from nsa.ops.decode import MOST_QUERIES
-from nsa.ops.decode.tensors import CacheTensors
+from nsa.ops.decode import MOST_QUERIES, CacheTensors
 from nsa.rope import Rope
 
 _NAME = "NSACache"

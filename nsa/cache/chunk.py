@@ -15,7 +15,7 @@ from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
 from nsa.ops.compression import Raw, run_compress
-from nsa.ops.decode.tensors import CacheTensors, NewTokens
+from nsa.ops.decode import CacheTensors, NewTokens
 from nsa.rope import Rope
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences, block_sizes
+
+if TYPE_CHECKING:
+    pass
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Results = TypeVar("Results", bound=tuple[Any, ...])
@@ -157,3 +160,57 @@ def register_attention(
 
 def _has_gradient(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point()
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Which keys a query sees.
+
+    Attributes:
+        sequences: where the sequences lie.
+        window: whether keys are tokens of a window; otherwise they are compressed blocks.
+        cu_key: offsets of the keys; None when all sequences are alike.
+        len_key: keys of each sequence when all are alike, otherwise at least the most.
+        size: window size, or compression block size.
+        stride: compression stride; 1 for the window.
+    """
+
+    sequences: Sequences
+    window: bool
+    cu_key: Tensor | None
+    len_key: int
+    size: int
+    stride: int
+
+    @classmethod
+    def of_window(cls, call: Call) -> KeyRange:
+        """The last ``window_size`` tokens."""
+        where = call.sequences
+        cu_k = None if where.offsets is None else where.offsets[1]
+        return cls(where, True, cu_k, where.len_k, call.config.window_size, 1)
+
+    @classmethod
+    def of_blocks(cls, call: Call) -> KeyRange:
+        """The compressed blocks that lie wholly in the past."""
+        config = call.config
+        cu_cmp, most = call.sequences.kernel_blocks(config)
+        sizes = (config.compress_block_size, config.compress_stride)
+        return cls(call.sequences, False, cu_cmp, most, *sizes)
+
+    def of_coarse(self, config: NSAConfig, cu_coarse: Tensor) -> KeyRange:
+        """The coarse blocks of which a query sees every compressed key, from those keys' range."""
+        assert config.coarse_block_size is not None
+        width = config.coarse_block_size
+        return KeyRange(
+            self.sequences,
+            False,
+            None if self.cu_key is None else cu_coarse,
+            self.len_key * self.stride // width,
+            width + self.size - self.stride,
+            width,
+        )
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``: what every kernel takes."""
+        cu_q, cu_k, len_q, len_k, num_sequences = self.sequences.arguments()
+        return cu_q, cu_k, self.cu_key, len_q, len_k, self.len_key, num_sequences

@@ -130,3 +130,14 @@ def _triton() -> tuple[Any, Any]:
     from nsa.ops._triton import tuning
 
     return triton.knobs.runtime, tuning
+
+
+class Constants(dict[str, Any]):
+    """Base of frozen dataclasses that kernels take as constants.
+
+    For what a tuple cannot hold: Triton takes no tuple of tuples. A dictionary of its own fields,
+    since Triton writes constants as JSON wherever something looks on while it compiles.
+    """
+
+    def __post_init__(self) -> None:
+        self.update(vars(self))

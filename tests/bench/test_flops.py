@@ -10,8 +10,8 @@ import torch
 from nsa.bench.cases import CASES, Problem
 from nsa.bench.flops import useful_bytes, useful_flops
 from nsa.bench.points import Point, hand_made_selection, parse_shape
+from nsa.ops._masked_attention import visible_compressed, visible_tokens, visible_window
 from nsa.ops._sequences import open_sequences
-from nsa.ops._visibility import visible_compressed, visible_tokens, visible_window
 from nsa.ops.selected.reference import visible_selected
 from tests.bench.test_gate import SMALL
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import NSAConfig, PhiWeights, Rope, apply_rope, combine, compress, compressed_positions
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.rotation import cos_sin
+from nsa.ops._triton.tiles import cos_sin
 from nsa.ops.compression import Raw, ops, run_compress
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops.cases import small

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, compressed_attention, window_attention
-from nsa.ops._operator import Call
+from nsa.ops._operator import Call, KeyRange
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops._range import KeyRange, RangeInputs, RangeResults
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton import range_launch
 from nsa.ops._triton.layout import Gated
-from nsa.ops._triton.range_launch import (
-    RangeBackward,
-    range_dkv,
-    range_dq,
-    range_forward,
-)
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
+from nsa.ops.range import launch as range_launch
+from nsa.ops.range.launch import RangeBackward, range_dkv, range_dq, range_forward
+from nsa.ops.range.reference import RangeInputs, RangeResults
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops import cases
 

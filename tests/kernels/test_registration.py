@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.ops import _register
-from nsa.ops.embedding.ops import embed_backward_op
+from nsa.ops.embedding import embed_backward_op
 from tests.ops.cases import small
 from tests.ops.public import Case
 from tests.ops.registration import (

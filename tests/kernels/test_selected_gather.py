@@ -16,10 +16,10 @@ from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.layout import Gated
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
-from nsa.ops.selected import algorithm as design_rules
 from nsa.ops.selected import index, launch
+from nsa.ops.selected import types as design_rules
 from nsa.ops.selected.launch import selected_backward, selected_forward
-from nsa.ops.selected.ops import SelectedInputs, SelectedResults
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops import cases
 

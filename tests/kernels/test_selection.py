@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nsa import NSAConfig, compress, compressed_attention, select_blocks
-from nsa.ops._operator import Call
-from nsa.ops._range import KeyRange
+from nsa.ops._operator import Call, KeyRange
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.selection.launch import Selection, select_blocks_forward

@@ -30,7 +30,7 @@ from nsa.config import BRANCHES
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
-from nsa.ops.combination.reference import combine_reference
+from nsa.ops.combination import combine_reference
 from nsa.ops.statistics import Statistics, add_statistics, new_statistics
 from nsa.testing import PackedInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING

@@ -13,7 +13,7 @@ from nsa.bench.points import RECORDED
 from nsa.bench.rows import measured, read_rows
 from nsa.config import NSAConfig
 from nsa.lm.recorded import load_selections
-from nsa.ops.selected.algorithm import queries_of_tile
+from nsa.ops.selected.types import queries_of_tile
 from nsa.train.load import load_config
 from tools.evidence.arms import BROKEN, Arm, Group, broken_line
 from tools.evidence.parts import Figures, Part, table_of

@@ -1,16 +1,24 @@
 """Triton kernels that are launched with little host time."""
 
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa.ops._triton.layout import block_of
+from nsa.ops._triton.tuning import Tile
 
 # Tensor descriptors that are remembered.
 MAX_DESCRIPTORS = 1024
@@ -158,3 +166,48 @@ def keep_encoded_descriptors() -> None:
 
 
 keep_encoded_descriptors()
+
+
+def starts_early(x: Tensor) -> bool:
+    """Option ``launch_pdl`` of a launch on the device of x."""
+    return x.is_cuda and _device_starts_early(x.device.index)
+
+
+@cache
+def _device_starts_early(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(AT_ONCE: tl.constexpr = True):
+    """Wait until the kernel before has ended, if this one was launched early.
+
+    The next one may start at once, or with ``AT_ONCE`` false at :func:`let_next_start`.
+    """
+    if cuda_capability_geq(9, 0):
+        if AT_ONCE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start():
+    """Let the next kernel start as soon as all programs have come here."""
+    if cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def fitting(tile: Tile, *sources: Tensor) -> Tile:
+    """The tile; without descriptors where tensors do not lie in steps of 16 bytes, as they need."""
+    steps = [x.data_ptr() for x in sources] + [
+        stride * x.element_size() for x in sources for stride in x.stride()[:-1]
+    ]
+    aligned = all(step > 0 and step % 16 == 0 for step in steps)
+    return tile if aligned or not tile.tma else tile._replace(tma=False)
+
+
+def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
+    """``x [N, H, D]`` as a kernel loads ``rows`` rows of one head: by pointers or a descriptor."""
+    if not tile.tma:
+        return x
+    return describe(x, (rows, 1, block_of(x.shape[-1])))

@@ -1,13 +1,17 @@
-"""What attention kernels are told besides sequences: sizes of heads, and gates."""
+"""Sizes of tiles, grids and heads, for the host.
+
+Nothing here needs Triton, whose functions of these names cost microseconds a call outside kernels.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from nsa.ops._triton.sizes import next_power_of_2
+if TYPE_CHECKING:
+    pass
 
 
 class Heads(NamedTuple):
@@ -62,3 +66,28 @@ class Gated:
         if self.gates is None or self.dgates is None:
             return None
         return self.gates, self.dgates, lse
+
+
+def cdiv(number: int, size: int) -> int:
+    """Parts of ``size`` that hold ``number``, at least 0."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, itself at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x [N, H, D]`` as kernels read it: heads contiguous, those of a row within 2^31 elements.
+
+    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer
+    dimension in memory.
+    """
+    near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
+    return x if near and x.stride(2) == 1 else x.contiguous()
+
+
+def by_head(lse: Tensor) -> Tensor:
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; they wrote it so, then nothing is copied."""
+    return lse.t().contiguous()

@@ -15,9 +15,14 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.rotation import partner_column, rotation
-from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+from nsa.ops._triton.tiles import (
+    VARYING,
+    find_tile,
+    load_fp32,
+    partner_column,
+    rotation,
+    sequence_rows,
+)
 
 
 class Sizes(NamedTuple):

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa.ops._constants import Constants
-from nsa.ops._triton.dependent_launch import wait_for_inputs
-from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.rotation import partner_column, rotation
+from nsa.ops._plan import Constants
+from nsa.ops._triton.kernel import kernel, wait_for_inputs
+from nsa.ops._triton.tiles import load_fp32, partner_column, rotation
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, compressed_rows, page_rows
 
 

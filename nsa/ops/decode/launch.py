@@ -11,17 +11,15 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._plan import once, planned
 from nsa.ops._register import guarded
-from nsa.ops._triton.dependent_launch import starts_early
-from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.layout import Heads, block_of
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops._triton.kernel import Launch, starts_early
+from nsa.ops._triton.layout import Heads, block_of, cdiv, next_power_of_2
 from nsa.ops.compression.reference import PhiWeights, rotated_place
+from nsa.ops.decode import CacheTensors, NewTokens
 from nsa.ops.decode.append import AppendPlan, Stream, decode_append_kernel
 from nsa.ops.decode.layout import Pattern, Splits
 from nsa.ops.decode.merge import decode_merge_kernel
 from nsa.ops.decode.scan import decode_scan_kernel
 from nsa.ops.decode.select import decode_select_kernel
-from nsa.ops.decode.tensors import CacheTensors, NewTokens
 from nsa.ops.selection.launch import Selection
 from nsa.rope import Rope, frequency_table
 

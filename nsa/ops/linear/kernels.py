@@ -7,8 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 
 
 @triton.jit

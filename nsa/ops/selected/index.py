@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops import _limits
-from nsa.ops._limits import check_numbers
+from nsa.ops import _checks
+from nsa.ops._checks import check_numbers
 from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
-from nsa.ops.selected.algorithm import SCATTER_THRESHOLD
+from nsa.ops._triton.layout import cdiv, next_power_of_2
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
+from nsa.ops.selected.types import SCATTER_THRESHOLD
 
 # Key blocks, or chunks, of a program that looks for their places.
 BLOCK = 128
@@ -141,7 +141,7 @@ class InverseIndex:
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``key block * segments + segment`` of each selection,
             ``absent`` where its block is absent.
-        remote: the same with ``absent`` where the block is local, see ``tiled_fwd.py``; None where
+        remote: the same with ``absent`` where the block is local, see ``tiled.py``; None where
             it is not needed.
         order: int32 ``[T * Hkv * n]``: selections by key and, for one key, by query.
         num_blocks: at least the blocks of all sequences together.
@@ -270,10 +270,10 @@ def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
     """A tile's blocks can be counted, and sorted with their slot in one number."""
     name, counted = "selected_attention", "slots for the queries of a tile"
     hint = "Give fewer slots a query."
-    check_numbers(name, "block_indices", list_len, counted, _limits.LISTED, hint)
+    check_numbers(name, "block_indices", list_len, counted, _checks.LISTED, hint)
     counted = "blocks a sequence with so many slots"
     hint = "Give max_seqlen_k, fewer slots a query or shorter sequences."
-    check_numbers(name, "k", num_blocks, counted, _limits.SORTED // slots, hint)
+    check_numbers(name, "k", num_blocks, counted, _checks.SORTED // slots, hint)
 
 
 def word_of(num_blocks: int) -> int:

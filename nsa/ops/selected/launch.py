@@ -11,32 +11,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._limits import check_numbers
+from nsa.ops._checks import check_numbers
 from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
-from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.layout import Gated, Heads, block_of
-from nsa.ops._triton.range_launch import fitting, source
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops._triton.kernel import Launch, fitting, source
+from nsa.ops._triton.layout import Gated, Heads, block_of, cdiv, next_power_of_2
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
-from nsa.ops.selected.algorithm import MAX_QUERIES, always_tiled
+from nsa.ops.selected.gathered import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
     selected_merge_dq_kernel,
     selected_reduce_kernel,
 )
-from nsa.ops.selected.gathered_fwd import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.index import (
     Chunks,
     InverseIndex,
+    Lists,
     SelectedBlocks,
     make_lists,
     new_index,
 )
-from nsa.ops.selected.ops import SelectedInputs, SelectedResults
-from nsa.ops.selected.tiled_bwd import selected_delta_kernel, selected_dq_kernel
-from nsa.ops.selected.tiled_fwd import selected_fwd_kernel
+from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, selected_fwd_kernel
+from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
 
 # Partial results that are held for a query head at once, on average over all queries.
 HELD_SLOTS = 4
@@ -128,6 +125,23 @@ def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None)
     return {**strides, "softmax_scale": call.softmax_scale, **sizes}
 
 
+def fitted(kernel: str, inputs: SelectedInputs, call: Call) -> tuple[Tile, int]:
+    """Tile of a kernel of the tiled algorithm, and how many of its rows are used."""
+    q, k, v, _ = inputs
+    group_size = q.shape[1] // k.shape[1]
+    tile, used = tile_of(tile_for(kernel, q, v), group_size, call.config.block_size)
+    return fitting(tile, k, v), used
+
+
+def over_lists(
+    kernel: Any, lists: Lists, tile: Tile, used: int, constants: dict[str, Any], **more: Any
+) -> Launch:
+    """Launch of a kernel of the tiled algorithm: a program for each list."""
+    num_kv_heads, num_lists, list_len = lists.block.shape
+    constants = {**constants, **more, "TILE": tile, "ROWS": used, "LIST_LEN": list_len}
+    return Launch(kernel, (num_lists, num_kv_heads), **constants, **tile.launch_options())
+
+
 def merge_launch(
     kernel: Any,
     chunks: Chunks,
@@ -168,7 +182,6 @@ def selected_forward(
 ) -> None:
     """Fill the results, see :class:`SelectedResults`."""
     q, k, v, block_indices = inputs
-    group_size, block_size = q.shape[1] // k.shape[1], call.config.block_size
     if block_indices.numel() == 0:
         results.out.zero_()
         results.lse.fill_(-torch.inf)
@@ -176,12 +189,7 @@ def selected_forward(
     tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
     if tile_stats is None:
         results.order.zero_()
-
-    def plan() -> tuple[Tile, int]:
-        tile, used = tile_of(tile_for("selected_attention_fwd", q, v), group_size, block_size)
-        return fitting(tile, k, v), used
-
-    tile, used = once(plan)
+    tile, used = once(lambda: fitted("selected_attention_fwd", inputs, call))
     counter = None if call.algorithm == "gathered" else tile_stats
     gathered = None if tile_stats is None else new_gathered(inputs, call, results.order)
     with fork_join(q.device, enabled=gathered is not None) as streams:
@@ -189,19 +197,10 @@ def selected_forward(
             with streams.on_side():
                 fill_index(*gathered, inputs=inputs, call=call, unique=unique)
         wait = streams.record()
-        sizes = (group_size, block_size, used)
+        sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
         lists = make_lists(block_indices, call.sequences, *sizes, counter, counted=False)
-        num_lists, list_len = lists.block.shape[1:]
         launch = once(
-            lambda: Launch(
-                selected_fwd_kernel,
-                (num_lists, v.shape[1]),
-                **constants_of(inputs, call),
-                TILE=tile,
-                ROWS=used,
-                LIST_LEN=list_len,
-                **tile.launch_options(),
-            )
+            lambda: over_lists(selected_fwd_kernel, lists, tile, used, constants_of(inputs, call))
         )
         launch(
             q,
@@ -212,7 +211,7 @@ def selected_forward(
             lists.pointers(),
             tile_stats,
             *call.sequences.arguments(),
-            num_lists,
+            lists.block.shape[1],
         )
         wait()
         if gathered is not None:
@@ -373,44 +372,20 @@ def _tiled_query_gradient(
 ) -> None:
     """dq where the tiled algorithm runs; in any case delta and the gated lse."""
     q, k, v, dout, lse, delta = read
-    where, block_size, group_size = call.sequences, call.config.block_size, q.shape[1] // k.shape[1]
-
-    def plan() -> tuple[Tile, int]:
-        tile, used = tile_of(tile_for("selected_attention_dq", q, v), group_size, block_size)
-        return fitting(tile, k, v), used
-
-    tile, used = once(plan)
-    sizes, counted = (group_size, block_size, used), tile_stats is not None
+    where = call.sequences
+    tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
+    sizes, counted = (
+        (q.shape[1] // k.shape[1], call.config.block_size, used),
+        tile_stats is not None,
+    )
     lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, counted=counted)
-    num_lists, list_len = lists.block.shape[1:]
-
-    def launches() -> tuple[Launch, Launch]:
-        constants = constants_of(inputs, call, dout)
-        heads, blocks = constants["HEADS"], constants["BLOCKS"]
-        # Masks of columns take registers.
-        limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
-        sizes = {"stride_do": dout.stride(), "HEADS": heads, "BLOCKS": blocks}
-        return Launch(
-            selected_dq_kernel,
-            (num_lists, v.shape[1]),
-            **constants,
-            TILE=tile,
-            ROWS=used,
-            LIST_LEN=list_len,
-            ADD=gated.adds,
-            **tile.launch_options(),
-        ), Launch(
-            selected_delta_kernel,
-            (DELTA_PROGRAMS,),
-            **sizes,
-            BLOCK_R=DELTA_ROWS,
-            num_warps=4,
-            **limit,
+    launch = once(
+        lambda: over_lists(
+            selected_dq_kernel, lists, tile, used, constants_of(inputs, call, dout), ADD=gated.adds
         )
-
-    query_gradient, row_sums = once(launches)
+    )
     statistics = (results.out, dout, results.lse, delta)
-    query_gradient(
+    launch(
         q,
         source(k, tile.keys, tile),
         source(v, tile.keys, tile),
@@ -420,11 +395,29 @@ def _tiled_query_gradient(
         lists.pointers(),
         tile_stats,
         *where.arguments(),
-        num_lists,
+        lists.block.shape[1],
     )
     if tile_stats is not None:
+        launch = once(lambda: _plan_row_sums(inputs, call, dout))
         cu_q, _, len_q, _, num_sequences = where.arguments()
-        row_sums(*statistics, gated.pointers(lse), tile_stats, *(cu_q, len_q, num_sequences))
+        launch(*statistics, gated.pointers(lse), tile_stats, *(cu_q, len_q, num_sequences))
+
+
+def _plan_row_sums(inputs: SelectedInputs, call: Call, dout: Tensor) -> Launch:
+    constants = constants_of(inputs, call)
+    heads = constants["HEADS"]
+    # Masks of columns take registers.
+    limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+    return Launch(
+        selected_delta_kernel,
+        (DELTA_PROGRAMS,),
+        stride_do=dout.stride(),
+        HEADS=heads,
+        BLOCKS=constants["BLOCKS"],
+        BLOCK_R=DELTA_ROWS,
+        num_warps=4,
+        **limit,
+    )
 
 
 def new_backward_index(

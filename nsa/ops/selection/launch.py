@@ -8,16 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
-from nsa.ops._range import KeyRange
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.layout import Heads, block_of
-from nsa.ops._triton.sizes import next_power_of_2
+from nsa.ops._triton.layout import Heads, block_of, next_power_of_2
 from nsa.ops._triton.tuning import Tile, tile_for
 from nsa.ops.selection.approximate import select_approximate_kernel
-from nsa.ops.selection.exact import select_kernel
+from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import to_fp8
-from nsa.ops.selection.scores import Scoring
 
 # Compressed keys of a block where tiles were measured: 64 tokens, one key every 16.
 USUAL_KEYS = 4

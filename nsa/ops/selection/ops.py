@@ -5,25 +5,17 @@ Triton is loaded when it first runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.errors import check
-from nsa.ops._limits import check_keys, check_queries
-from nsa.ops._operator import Call, FlatCall, schema_of
-from nsa.ops._range import KeyRange, by_head, rows
+from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._operator import Call, FlatCall, KeyRange, schema_of
 from nsa.ops._register import register
-from nsa.ops.selection.reference import coarse_keys
-
-
-class SelectionInputs(NamedTuple):
-    """Queries ``[T, Hq, D]``, compressed keys ``[C, Hkv, D]`` and the branch's lse ``[T, Hq]``."""
-
-    q: Tensor
-    k_cmp: Tensor
-    lse: Tensor
+from nsa.ops._triton.layout import by_head, rows
+from nsa.ops.selection.reference import SelectionInputs, coarse_keys
 
 
 def check_fp8(capability: tuple[int, int]) -> None:

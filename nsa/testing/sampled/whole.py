@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops.combination.reference import combine_reference
+from nsa.ops.combination import combine_reference
 from nsa.ops.compression.reference import PhiWeights
 from nsa.rope import Rope
 from nsa.testing.inputs import PackedInputs

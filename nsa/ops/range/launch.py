@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
-from nsa.ops._range import KeyRange, RangeInputs, RangeResults
-from nsa.ops._triton.kernel import Launch, describe
-from nsa.ops._triton.layout import Gated, Heads, block_of
-from nsa.ops._triton.range_attention import range_fwd_kernel
-from nsa.ops._triton.range_attention_bwd import (
+from nsa.ops._triton.kernel import Launch, fitting, source
+from nsa.ops._triton.layout import Gated, Heads, block_of, cdiv
+from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
+from nsa.ops.range.kernels import (
     range_dkv_kernel,
     range_dq_kernel,
+    range_fwd_kernel,
     range_reduce_kernel,
 )
-from nsa.ops._triton.sizes import cdiv
-from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
+from nsa.ops.range.reference import RangeInputs, RangeResults
 
 # Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
 # smallest, and programs to aim at.
@@ -46,22 +45,6 @@ def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int
     """
     warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
     return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
-
-
-def fitting(tile: Tile, *sources: Tensor) -> Tile:
-    """The tile; without descriptors where tensors do not lie in steps of 16 bytes, as they need."""
-    steps = [x.data_ptr() for x in sources] + [
-        stride * x.element_size() for x in sources for stride in x.stride()[:-1]
-    ]
-    aligned = all(step > 0 and step % 16 == 0 for step in steps)
-    return tile if aligned or not tile.tma else tile._replace(tma=False)
-
-
-def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
-    """``x [N, H, D]`` as a kernel loads ``rows`` rows of one head: by pointers or a descriptor."""
-    if not tile.tma:
-        return x
-    return describe(x, (rows, 1, block_of(x.shape[-1])))
 
 
 def range_forward(
