@@ -206,7 +206,7 @@ class NativeSparseAttention(TogetherModule):
         return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
 
     def _describe_columns(self) -> tuple[Columns, list[str]]:
-        """What the columns of the projection are, and the names of the heads that come of them."""
+        """Describe the columns of the projection, and name the heads that they become."""
         config = self.config
         raw = {"q"} if config.compress_rope == "none" and config.scores_blocks else set()
         raw |= {"k", "k_cmp"} if config.scores_blocks else set()
@@ -223,7 +223,7 @@ class NativeSparseAttention(TogetherModule):
         return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
     def projection_weights(self) -> list[Tensor]:
-        """In the order of the projection's columns, those of the gates last."""
+        """Return the weights in the order of the projection's columns, those of the gates last."""
         weights = [
             plain_weight("NativeSparseAttention", f"{name}_proj", linear)
             for name, linear in self._projections().items()

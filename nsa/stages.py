@@ -75,7 +75,7 @@ def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def stages_seen_by(listener: Listener) -> Iterator[None]:
-    """Within, stages of all threads of this process are entered through ``listener(name)``."""
+    """Context manager: enter stages of all threads of this process through ``listener(name)``."""
     global _listener
     assert _listener is None, "listeners do not nest"
     _listener = listener

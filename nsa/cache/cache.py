@@ -117,7 +117,7 @@ class NSACache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, a step is captured in a CUDA graph: it takes in nothing before it is replayed."""
+        """Context manager: capture a step in a CUDA graph, without counting its tokens."""
         before = self._lengths, self._written
         try:
             yield
@@ -152,7 +152,7 @@ class NSACache:
         self.truncate(sequence, 0)
 
     def fork(self, source: int, target: int) -> None:
-        """Let an empty sequence continue a copy of another: whole pages are shared, not copied.
+        """Copy a sequence into an empty one; whole pages are shared, not copied.
 
         Raises:
             ValueError: there is no such sequence, or ``target`` holds tokens.
@@ -166,7 +166,7 @@ class NSACache:
         self._set_length(target, self._lengths[source], self._written[source])
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Let every sequence b go on as a copy of ``indices[b]``; whole pages are shared.
+        """Replace every sequence b by a copy of ``indices[b]``; whole pages are shared.
 
         Beam search does so after each step, in which some continuations win over others.
 

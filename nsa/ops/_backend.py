@@ -1,4 +1,4 @@
-"""Which implementation runs: the reference, or Triton kernels on a GPU and in the interpreter."""
+"""Choice of the implementation: the reference, or Triton kernels on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def on_gpu(x: Tensor) -> bool:
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within, tensors count as if they lay on a GPU: kernels are chosen, and no contents are read.
+    """Context manager: treat tensors as if they were on a GPU.
+
+    Kernels are chosen, and no contents are read.
 
     For fake tensors, which have a shape and no data, so that no kernel runs.
     """

@@ -152,6 +152,11 @@ def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> f
     return float(scale)
 
 
+# Index limits of one kernel launch. Addresses are computed in 64 bits, everything else in 32: rows,
+# blocks, entries and the tiles that they are cut into. The limits are above what the memory of a
+# present GPU holds; beyond them kernels would read and write the wrong rows. They are checked when
+# an operator runs, not when it is traced.
+#
 # 32-bit numbers, less those past the end that the last tile still looks at.
 NUMBERS = 2**31 - 2**16
 # Tokens of keys, so that a window, itself at most 2**30, ends below 2**31 wherever it begins.
@@ -178,10 +183,10 @@ def check_numbers(
 
 
 def check_queries(function: str, q: Tensor) -> None:
-    """Rows of ``q [T, Hq, D]`` can be numbered."""
+    """Check that the rows of ``q [T, Hq, D]`` can be numbered."""
     check_numbers(function, "q", q.shape[0] * q.shape[1], "rows (tokens times query heads)")
 
 
 def check_keys(function: str, argument: str, k: Tensor, stride: int = 1) -> None:
-    """So can the tokens of ``k [N, Hkv, D]``, a row of which stands for ``stride`` tokens."""
+    """Check that the tokens of ``k [N, Hkv, D]``, ``stride`` for each row, can be numbered."""
     check_numbers(function, argument, k.shape[0] * stride, "tokens of keys", TOKENS)

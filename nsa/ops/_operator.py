@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences, block_sizes
-
-if TYPE_CHECKING:
-    pass
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 Results = TypeVar("Results", bound=tuple[Any, ...])
@@ -24,7 +21,7 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "flo
 
 @dataclass(frozen=True)
 class Call:
-    """What an attention operator is told besides its tensors.
+    """Arguments of an attention operator besides its tensors.
 
     Attributes:
         config: the sparse pattern.
@@ -39,7 +36,7 @@ class Call:
     algorithm: str = "auto"
 
     def flat(self) -> FlatCall:
-        """As a registered operator takes it."""
+        """Return the flat form that a registered operator takes."""
         where = self.sequences
         cu_q, cu_k = (None, None) if where.offsets is None else where.offsets
         # Offsets of blocks of another pattern stay behind.
@@ -63,7 +60,7 @@ class FlatCall(NamedTuple):
     algorithm: str
 
     def open(self, device: torch.device) -> Call:
-        """The call that it was made of; the tokens lie on ``device``."""
+        """Return the call that this was made of, for tokens on ``device``."""
         config = NSAConfig.from_text(self.config)
         offsets = None if self.cu_q is None or self.cu_k is None else (self.cu_q, self.cu_k)
         numbers = (self.num_sequences, self.len_q, self.len_k)
@@ -164,7 +161,7 @@ def _has_gradient(x: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Which keys a query sees.
+    """Range of the keys that a query sees.
 
     Attributes:
         sequences: where the sequences lie.

@@ -185,7 +185,7 @@ def _differentiable(
 
 
 def _refuse_tangents(flat: Iterable[Any]) -> None:
-    """Refuse tangents of forward-mode differentiation, which would be lost without a word."""
+    """Refuse tangents of forward-mode differentiation, which would be dropped silently."""
     for x in flat:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             text = "nsa's kernels have no forward-mode derivatives (torch.func.jvp)"

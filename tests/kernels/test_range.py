@@ -16,7 +16,7 @@ from nsa.ops._sequences import Sequences
 from nsa.ops._triton.layout import Gated
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.range import launch as range_launch
-from nsa.ops.range.launch import RangeBackward, range_dkv, range_dq, range_forward
+from nsa.ops.range.launch import RangeBackward, range_forward
 from nsa.ops.range.reference import RangeInputs, RangeResults
 from nsa.testing import assert_within_budget, make_inputs
 from tests.ops import cases
@@ -77,11 +77,11 @@ class Case:
 
 
 def forward(inputs: RangeInputs, keys: KeyRange, scale: float, tile: Tile) -> RangeResults:
-    """out and lse ``[Hq, T]``."""
+    """out and lse ``[T, Hq]``."""
     out, lse = RangeResults.new(inputs.q, inputs.v)
     with tiles_chosen_by(lambda *_: tile):
         range_forward("window_attention", inputs, out, lse.t(), keys, scale)
-    return RangeResults(out, lse.t())
+    return RangeResults(out, lse)
 
 
 def gradients(
@@ -96,9 +96,9 @@ def gradients(
     dq = torch.empty_like(inputs.q)
     backward = RangeBackward.new("window", inputs, results, dout, dq, keys, scale, Gated())
     with tiles_chosen_by(lambda *_: tiles[0]):
-        range_dq(backward)
+        backward.query_gradient()
     with tiles_chosen_by(lambda *_: tiles[1]):
-        return dq, *range_dkv(backward)
+        return dq, *backward.key_gradients()
 
 
 def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -> None:
@@ -116,7 +116,6 @@ def compare(case: Case, tile: Tile, keys_as_rows: bool, uniform: bool = False) -
         assert_within_budget(actual, baseline, oracle, name, factor=4.0)
     attention: Any = window_attention if case.window else compressed_attention
     _, wanted = attention(*case.tensors, case.config, **case.offsets)
-    lse = lse.t()
     assert torch.equal(lse.isinf(), wanted.isinf())
     assert torch.allclose(lse[~lse.isinf()].double(), wanted[~wanted.isinf()], rtol=0, atol=2e-6)
 

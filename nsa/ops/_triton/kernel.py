@@ -168,6 +168,15 @@ def keep_encoded_descriptors() -> None:
 keep_encoded_descriptors()
 
 
+# Programmatic dependent launch: a kernel starts while the one before it still runs. From compute
+# capability 9.0 on, in decode steps. A kernel that is launched so must wait, in all its programs,
+# before it touches anything that another kernel of the stream writes or may still read: then the
+# next one, which waits for its end alone, has waited for all before.
+#
+# Programs that start early are placed where there is room, not evenly: a kernel that moves much
+# memory is slower for it, and is launched so in the smallest steps alone.
+
+
 def starts_early(x: Tensor) -> bool:
     """Option ``launch_pdl`` of a launch on the device of x."""
     return x.is_cuda and _device_starts_early(x.device.index)

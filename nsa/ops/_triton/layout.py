@@ -6,12 +6,9 @@ Nothing here needs Triton, whose functions of these names cost microseconds a ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 class Heads(NamedTuple):
@@ -35,7 +32,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor) -> Heads:
-        """Of queries ``[T, Hq, D]`` and values ``[N, Hkv, Dv]``."""
+        """Return the sizes for queries ``[T, Hq, D]`` and values ``[N, Hkv, Dv]``."""
         _, num_heads, head_dim = q.shape
         _, num_kv_heads, value_dim = v.shape
         sizes = (head_dim, value_dim, block_of(head_dim), block_of(value_dim))

@@ -109,7 +109,7 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
 
 @triton.jit
 def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
-    """Where the tiles of ``TILE`` rows of a sequence begin, as ``find_tile`` counts them.
+    """First tile of ``TILE`` rows of a sequence, as ``find_tile`` counts them.
 
     Whole tiles of all rows before it, and one for each sequence before it: as many as they can
         need, by one division.

@@ -45,7 +45,7 @@ MOST_REGISTERS = 255
 
 
 class Tile(NamedTuple):
-    """How one kernel is cut: a constant that it is compiled for.
+    """Tile sizes and launch options of one kernel, a constant that it is compiled for.
 
     Attributes:
         rows: rows of a tile of queries (queries by heads; in selection queries alone).
@@ -78,7 +78,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileKey:
-    """What a tile is looked up by.
+    """Key of a tile in the tables.
 
     Attributes:
         kernel: name of the kernel, for example ``window_attention_fwd``.
@@ -248,10 +248,10 @@ _choose: Choose | None = None
 
 @contextmanager
 def tiles_chosen_by(choose: Choose) -> Iterator[None]:
-    """Within, every look-up goes through ``choose(key, tile of the table)``.
+    """Context manager: pass every look-up through ``choose(key, tile of the table)``.
 
-    For the benchmark and for tuning alone.     It holds for the whole process and not for a thread,
-    because the backward pass runs in threads of autograd.
+    For the benchmark and for tuning. It applies to the whole process and not to a thread, because
+    the backward pass runs in threads of autograd.
     """
     global _choose
     assert _choose is None, "choices of tiles do not nest"
@@ -263,7 +263,7 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
 
 
 def tiles_are_chosen() -> bool:
-    """Whether :func:`tiles_chosen_by` is active: recorded launches may then have other tiles."""
+    """Whether :func:`tiles_chosen_by` is active: remembered plans may have other tiles."""
     return _choose is not None
 
 

@@ -58,7 +58,7 @@ class Blocks(NamedTuple):
     middle: int
 
     def sequences(self, like: Tensor) -> Sequences:
-        """Where the sequences lie, in tokens and in compressed rows."""
+        """Return the sequences, in tokens and in compressed rows."""
         offsets = None if self.cu is None or self.cu_cmp is None else (self.cu, self.cu_cmp)
         return Sequences(offsets, self.num_sequences, self.len_x, self.len_cmp, like.device)
 
@@ -145,7 +145,7 @@ def _backward(
     num_tokens: int,
     *rest: Any,
 ) -> list[Tensor]:
-    """Of each tensor dx ``[num_tokens, Hkv, D]`` and, with weights, theirs ``[Hkv, l, D]``."""
+    """Gradients dx ``[num_tokens, Hkv, D]`` and, if any, dweight ``[Hkv, l, D]`` of each tensor."""
     given = zip(dys, xs, weights, Blocks(*rest).ropes, strict=True)
     return [y for of_one in given for y in _gradients_of(*of_one, num_tokens, *rest)]
 

@@ -11,7 +11,7 @@ MOST_QUERIES = 8
 
 
 class CacheTensors(NamedTuple):
-    """A layer's part of the decode cache; None: of a branch that is off.
+    """A layer's part of the decode cache; Tensors of a disabled branch are None.
 
     Attributes:
         k_slc: pages of the selected branch ``[pages * l', Hkv, D]``.
@@ -46,7 +46,7 @@ class CacheTensors(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a step takes in, ``[B * queries, Hkv, size]`` each, contiguous; in the cache's order."""
+    """New tokens of a step, ``[B * queries, Hkv, size]`` each, contiguous, in the cache's order."""
 
     k_slc: Tensor | None
     v_slc: Tensor | None

@@ -114,7 +114,7 @@ def raw_rows(
 
 @triton.jit
 def perceptron(source, phi_ptrs, head, block, P: tl.constexpr, PLAN: tl.constexpr, K: tl.constexpr):
-    """What phi ``mlp`` adds to the mean of a block, ``[BLOCK_D]`` fp32."""
+    """Term ``[BLOCK_D]`` fp32 that phi ``mlp`` adds to the mean of a block."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     HIDDEN: tl.constexpr = PLAN.streams[K].hidden
     FIRST: tl.constexpr = 3 * PLAN.streams[K].compresses

@@ -46,7 +46,7 @@ FEW_TOKENS = 2
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
-    """What the kernels are compiled for."""
+    """Return the constants that the kernels are compiled for."""
     ring = 0 if cache.k_win is None else cache.k_win.shape[0] // cache.num_sequences
     return Pattern(
         config.num_kv_heads,
@@ -190,7 +190,7 @@ class Tiles(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the programs of a step leave for those that merge it.
+    """Partial results of a step, which other programs merge.
 
     Attributes:
         out: share of a branch in every row of queries by heads, fp32 ``[B * Hkv, cmp + win + slc,

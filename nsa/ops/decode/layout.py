@@ -42,7 +42,7 @@ class Pattern(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How many programs share the keys of a query in each branch; 0 where a branch is off.
+    """Programs that share the keys of a query, by branch; 0 for a disabled branch.
 
     Attributes:
         cmp: of the compressed keys.
@@ -57,14 +57,14 @@ class Splits(NamedTuple):
 
 @triton.jit
 def page_rows(table_ptr, b, table_width, row, ok, PER_PAGE: tl.constexpr):
-    """Where rows ``[N]`` of sequence b lie in a pool with ``PER_PAGE`` rows a page, int64."""
+    """Index int64 of rows ``[N]`` of sequence b in a pool with ``PER_PAGE`` rows a page."""
     page = tl.load(table_ptr + b * table_width + row // PER_PAGE, mask=ok, other=0)
     return page.to(tl.int64) * PER_PAGE + row % PER_PAGE
 
 
 @triton.jit
 def compressed_rows(table_ptr, b, table_width, block, ok, P: tl.constexpr):
-    """Where compressed blocks ``[N]`` lie: in the page of their last token."""
+    """Index of compressed blocks ``[N]``, which are in the page of their last token."""
     row = block + P.L // P.STRIDE - 1
     return page_rows(table_ptr, b, table_width, row, ok, P.BLOCK_SIZE // P.STRIDE)
 

@@ -105,7 +105,7 @@ def split(
     before: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """What :func:`project` gives, of a product that is there already; no gradient is recorded.
+    """Heads and gates of a product that has been computed; no gradient is recorded.
 
     Args:
         product: ``[T, N]`` with all weights as one, see :func:`stacked`.

@@ -221,7 +221,7 @@ def heads_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """From x ``[T, columns]`` to tensors of heads and gates, or back.
+    """Convert x ``[T, columns]`` to tensors of heads and gates, or back.
 
     Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
     also on the gates, and in the backward it writes 0 to the padding columns after the used ones.

@@ -74,7 +74,7 @@ def visible(end, key, size, WINDOW: tl.constexpr):
 
 @triton.jit
 def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the loop over the keys of a tile of queries is cut: start, middle, tail, last, end.
+    """Bounds of the loop over the keys of a tile of queries: start, middle, tail, last, end.
 
     Blocks from start to middle and from tail to last need a mask, those between do not; one from
     last to end reaches past the sequence.

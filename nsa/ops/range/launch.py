@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch, fitting, source
-from nsa.ops._triton.layout import Gated, Heads, block_of, cdiv
+from nsa.ops._triton.layout import Gated, Heads, block_of, by_head, cdiv, rows
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
 from nsa.ops.range.kernels import (
     range_dkv_kernel,
@@ -90,7 +90,7 @@ def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, in
 
 
 def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
-    """What stays the same from call to call of every kernel, besides its tile."""
+    """Constants of every kernel besides its tile."""
     q, k, v = inputs
     return {
         "stride_q": q.stride(),
@@ -106,7 +106,7 @@ def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> d
 
 @dataclass(frozen=True)
 class RangeBackward:
-    """What the kernels of a backward pass read, and what that of dQ leaves for that of dK and dV.
+    """Tensors of a backward pass: inputs, and what the kernel of dQ passes on to that of dK and dV.
 
     Attributes:
         name: of the operator.
@@ -143,57 +143,109 @@ class RangeBackward:
         dq: Tensor,
         keys: KeyRange,
         softmax_scale: float,
-        gated: Gated,
+        gated: Gated | None = None,
     ) -> RangeBackward:
-        """With memory for what the kernel of dQ leaves."""
-        lse = results.lse
+        """The backward of the operator ``name``, with all its memory but dk and dv.
+
+        Args:
+            name: of the operator.
+            inputs: of the forward.
+            results: of the forward.
+            dout: gradient of ``out``; with ``gated`` that of the branches' gated sum.
+            dq: where the gradient of q goes, contiguous.
+            keys: which keys a query sees.
+            softmax_scale: factor on the scores.
+            gated: the branch's part in the gated sum.
+        """
+        inputs, gated = RangeInputs(*(rows(x) for x in inputs)), gated or Gated()
+        lse = by_head(results.lse)
         made = (torch.empty_like(lse), lse if gated.gates is None else torch.empty_like(lse))
-        return cls(name, inputs, results, dout, dq, keys, softmax_scale, gated, *made)
+        results = RangeResults(results.out, lse)
+        return cls(name, inputs, results, rows(dout), dq, keys, softmax_scale, gated, *made)
 
     def tile_name(self, kind: str) -> str:
-        """Of one of its kernels, in the tables of tiles."""
+        """Name of one of its kernels in the tables of tiles."""
         return tile_name(self.name, kind, self.keys)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What stays the same from call to call of both kernels, besides their tile."""
+        """Constants of both kernels besides their tile."""
         constants = constants_of(self.inputs, self.keys, self.softmax_scale)
         return {**constants, "stride_do": self.dout.stride()}
 
+    def query_gradient(self) -> None:
+        """First half of the backward: dq and, for the second half, delta and the gated lse."""
+        q, k, v = self.inputs
+        keys, gated = self.keys, self.gated
+        if q.shape[0] == 0 or k.shape[0] == 0:
+            if not gated.adds:
+                self.dq.zero_()
+            return
 
-def range_dq(backward: RangeBackward) -> None:
-    """First half of the backward: dq and, for the second half, delta and the gated lse."""
-    q, k, v = backward.inputs
-    keys, gated = backward.keys, backward.gated
-    if q.shape[0] == 0 or k.shape[0] == 0:
-        if not gated.adds:
-            backward.dq.zero_()
-        return
+        def plan() -> tuple[Tile, Launch]:
+            tile = fitting(tile_for(self.tile_name("dq"), q, v), k, v)
+            grid = query_grid(self.inputs, keys, tile)
+            constants = {**self.constants, "TILE": tile, "ADD": gated.adds}
+            return tile, Launch(range_dq_kernel, grid, **constants, **tile.launch_options())
 
-    def plan() -> tuple[Tile, Launch]:
-        tile = fitting(tile_for(backward.tile_name("dq"), q, v), k, v)
-        grid = query_grid(backward.inputs, keys, tile)
-        constants = {**backward.constants, "TILE": tile, "ADD": gated.adds}
-        return tile, Launch(range_dq_kernel, grid, **constants, **tile.launch_options())
+        tile, launch = once(plan)
+        launch(
+            q,
+            source(k, tile.keys, tile),
+            source(v, tile.keys, tile),
+            self.results.out,
+            self.dout,
+            self.results.lse,
+            self.delta,
+            self.dq,
+            gated.pointers(self.gated_lse),
+            *keys.arguments(),
+            q.shape[0],
+        )
 
-    tile, launch = once(plan)
-    launch(
-        q,
-        source(k, tile.keys, tile),
-        source(v, tile.keys, tile),
-        backward.results.out,
-        backward.dout,
-        backward.results.lse,
-        backward.delta,
-        backward.dq,
-        gated.pointers(backward.gated_lse),
-        *keys.arguments(),
-        q.shape[0],
-    )
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
+        q, k, v = self.inputs
+        keys, dout, num_q = self.keys, self.dout, q.shape[0]
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        plan = once(lambda: plan_keys(self))
+        if not keys.window or num_q == 0:
+            # Rows that no block owns are not visited.
+            dk.zero_()
+            dv.zero_()
+        if num_q == 0 or plan.num_chunks == 0:
+            return dk, dv
+        is_partial = plan.num_chunks > 1
+        dk_sum, dv_sum = dk, dv
+        if is_partial:
+            dk_sum = k.new_empty(plan.num_chunks, *k.shape, dtype=torch.float32)
+            dv_sum = v.new_empty(plan.num_chunks, *v.shape, dtype=torch.float32)
+        tile = plan.tile
+        plan.launch(
+            source(q, tile.rows, tile),
+            k,
+            v,
+            source(dout, tile.rows, tile),
+            self.gated_lse,
+            self.delta,
+            dk_sum,
+            dv_sum,
+            *keys.arguments(),
+            num_q,
+            plan.chunk_rows,
+            k.shape[0],
+        )
+        if is_partial:
+            plan.reduce(
+                *(dk_sum, dv_sum, dk, dv),
+                *keys.arguments(),
+                *(plan.chunk_rows, k.shape[0], keys.size, keys.stride),
+            )
+        return dk, dv
 
 
 class KeyPlan(NamedTuple):
-    """Plan of :func:`range_dkv`.
+    """Plan of :meth:`RangeBackward.key_gradients`.
 
     Attributes:
         tile: of the kernel of dK and dV.
@@ -235,47 +287,6 @@ def plan_keys(backward: RangeBackward) -> KeyPlan:
         **reduction_options(tile.keys, k.shape[2], v.shape[2]),
     )
     return KeyPlan(tile, *chunks, launch, reduce)
-
-
-def range_dkv(backward: RangeBackward) -> tuple[Tensor, Tensor]:
-    """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
-    q, k, v = backward.inputs
-    keys, dout, num_q = backward.keys, backward.dout, q.shape[0]
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    plan = once(lambda: plan_keys(backward))
-    if not keys.window or num_q == 0:
-        # Rows that no block owns are not visited.
-        dk.zero_()
-        dv.zero_()
-    if num_q == 0 or plan.num_chunks == 0:
-        return dk, dv
-    is_partial = plan.num_chunks > 1
-    dk_sum, dv_sum = dk, dv
-    if is_partial:
-        dk_sum = k.new_empty(plan.num_chunks, *k.shape, dtype=torch.float32)
-        dv_sum = v.new_empty(plan.num_chunks, *v.shape, dtype=torch.float32)
-    tile = plan.tile
-    plan.launch(
-        source(q, tile.rows, tile),
-        k,
-        v,
-        source(dout, tile.rows, tile),
-        backward.gated_lse,
-        backward.delta,
-        dk_sum,
-        dv_sum,
-        *keys.arguments(),
-        num_q,
-        plan.chunk_rows,
-        k.shape[0],
-    )
-    if is_partial:
-        plan.reduce(
-            *(dk_sum, dv_sum, dk, dv),
-            *keys.arguments(),
-            *(plan.chunk_rows, k.shape[0], keys.size, keys.stride),
-        )
-    return dk, dv
 
 
 def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:

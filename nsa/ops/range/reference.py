@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from nsa.ops._masked_attention import (
 )
 from nsa.ops._operator import Call
 from nsa.ops._packed import compressed_cu_seqlens, pad, unpad
-
-if TYPE_CHECKING:
-    pass
 
 
 class RangeInputs(NamedTuple):

@@ -132,7 +132,7 @@ def find_chunk(
 
 @triton.jit
 def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
-    """How many of a chunk's selections, the first ones, are of queries to which its block is local.
+    """Number of a chunk's selections, the first ones, of queries to which its block is local.
 
     See ``tiled.py``; the order begins at that of the chunk.
     """
@@ -152,7 +152,7 @@ def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
-    """As a column, see ``load_column``; in ``SPLIT`` loops as it comes, which is faster there."""
+    """Load as a column, see ``load_column``; in ``SPLIT`` loops as it is, which is faster there."""
     if SPLIT:
         return tl.load(pointers, mask=mask, other=other)
     else:
@@ -173,7 +173,7 @@ def load_order(
 def locate_rows(
     selection, r, num_rows, G: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """What the rows ``r .. r + BLOCK_M`` of a chunk are; a query has ``SLOTS`` in all KV heads."""
+    """Rows ``r .. r + BLOCK_M`` of a chunk; a query has ``SLOTS`` slots in all KV heads."""
     index = r + tl.arange(0, BLOCK_M)
     query = (selection // SLOTS).to(tl.int32)
     return GatheredRows(selection.to(tl.int32), query, index % G, index < num_rows)

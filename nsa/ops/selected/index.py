@@ -68,7 +68,7 @@ class Lists:
     count: Tensor
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As kernels take them."""
+        """Return the arguments of kernels."""
         return self.block, self.query_mask, self.count
 
 
@@ -104,7 +104,7 @@ class Chunks:
     limit: int
 
     def pointers(self) -> tuple[Tensor, ...]:
-        """What kernels take to find their chunk."""
+        """Return the arguments by which kernels find their chunk."""
         return self.order, self.begin, self.length, self.owner, self.start
 
     def fill(self, ranked: Tensor) -> None:

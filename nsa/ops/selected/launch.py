@@ -299,7 +299,7 @@ def gather_forward(
 
 
 class BackwardInputs(NamedTuple):
-    """What the kernels of the backward read, as they take it.
+    """Inputs of the backward kernels.
 
     Attributes:
         q, k, v, dout: as in the forward; with gates dout is the gradient of the gated sum.

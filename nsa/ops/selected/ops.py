@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_numbers, check_queries
 from nsa.ops._operator import Call, register_attention
-from nsa.ops._triton.layout import rows
+from nsa.ops._triton.layout import Gated, rows
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
-
-if TYPE_CHECKING:
-    from nsa.ops._triton.layout import Gated
 
 
 def run_selected_forward(
@@ -50,7 +45,6 @@ def run_selected_backward(
         gated: the branch's part in the gated sum.
         unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
-    from nsa.ops._triton.layout import Gated
     from nsa.ops.selected.launch import selected_backward
 
     gated = gated or Gated()

@@ -86,7 +86,7 @@ def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
-    """As ``list_step``; anything of an empty list."""
+    """First step of a list, see ``list_step``; any values for an empty list."""
     block, query_mask = 0, 0
     if tile_list.end > 0:
         block, query_mask = list_step(tile_list, i, skipped, STEPS)
@@ -304,7 +304,7 @@ def selected_delta_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """What ``selected_dq_kernel`` writes besides dQ, where selections scatter.
+    """Write what ``selected_dq_kernel`` writes besides dQ, if selections scatter.
 
     Each program takes every num_programs-th tile of ``BLOCK_R`` rows, queries by heads.
     """

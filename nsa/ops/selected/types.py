@@ -5,15 +5,12 @@ Nothing here needs Triton: shapes of outputs depend on the algorithm.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops._triton.layout import rows
-
-if TYPE_CHECKING:
-    pass
 
 ALGORITHMS = ("auto", "tiled", "gathered")
 
@@ -61,13 +58,13 @@ class SelectedInputs(NamedTuple):
     block_indices: Tensor
 
     def read(self) -> SelectedInputs:
-        """As kernels read them."""
+        """Return the inputs in the layout that kernels read."""
         q, k, v = (rows(x) for x in self[:3])
         return SelectedInputs(q, k, v, self.block_indices)
 
 
 class SelectedResults(NamedTuple):
-    """What the forward gives.
+    """Results of the forward.
 
     Attributes:
         out: ``[T, Hq, Dv]``.

@@ -111,7 +111,7 @@ def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
 
 @triton.jit
 def start_ranking(BLOCK_Q: tl.constexpr, SCORING: tl.constexpr):
-    """What the keys before the first block give it, and no blocks; see ``rank_blocks``."""
+    """Initial carry and an empty ranking, see ``rank_blocks``."""
     carry = tl.zeros([BLOCK_Q], tl.float32)
     return carry, tl.full([BLOCK_Q, SCORING.BLOCK_N], -1, tl.int64)
 

@@ -25,7 +25,7 @@ KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Selection:
-    """What is selected, and how; see ``NSAConfig``.
+    """Rules of a selection, see ``NSAConfig``.
 
     Attributes:
         block_size: tokens of a selection block.

@@ -24,7 +24,7 @@ def kept_columns(
     FACTOR: tl.constexpr,
     NUM_COARSE: tl.constexpr,
 ):
-    """Which blocks ``j0 .. j0 + BLOCK_J`` lie in a coarse block that the query kept.
+    """Mask of the blocks ``j0 .. j0 + BLOCK_J`` that are in a coarse block that the query kept.
 
     Args:
         coarse_ptr: ascending list of each query ``[BLOCK_Q]``, ``NUM_COARSE`` coarse blocks long.
