@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.ops._backend import kernels_run_on_cpu, on_gpu
+from nsa.ops._backend import kernels_run_on_cpu
 
 T = TypeVar("T")
 # Plans that are kept for one function. Beyond that all are dropped: shapes that never come again
@@ -115,7 +115,7 @@ def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -
 
 def _may_remember(tensors: list[Tensor]) -> bool:
     """Whether kernels are launched, and neither launch hooks nor a search for tiles are active."""
-    if not tensors or not (on_gpu(tensors[0]) or kernels_run_on_cpu()):
+    if not tensors or not (tensors[0].is_cuda or kernels_run_on_cpu()):
         return False
     hooks, tuning = _triton()
     has_hooks = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls

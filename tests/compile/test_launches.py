@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa import NSAConfig
+from nsa.ops import _plan
 from nsa.ops._backend import as_on_gpu
 from nsa.ops._triton import tuning
 from nsa.ops._triton.kernel import Kernel, Launch, describe, kernel
@@ -51,6 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Tensors of the CPU count as its tensors."""
     recorder = Recorder()
     triton.runtime.driver.set_active(recorder)
+    monkeypatch.setattr(_plan, "kernels_run_on_cpu", lambda: True)
     monkeypatch.setattr(Tensor, "get_device", lambda self: recorder.serial)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: recorder.serial)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)

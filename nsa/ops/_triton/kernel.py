@@ -86,21 +86,23 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
         self._kernel, self._grid, self._constants = kernel, grid, constants
-        self._found: tuple[Any, ...] | None = None
+        self._compiled: Any = None
+        self._direct: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        if self._found is None:
-            compiled = self._kernel[self._grid](*args, **self._constants)
-            if isinstance(self._kernel, Kernel):  # not an interpreted one
-                self._found = self._direct(compiled, args)
-            return
-        run, grid, device, launcher, rest = self._found
-        run(*grid, torch._C._cuda_getCurrentRawStream(device), *launcher, *args, *rest)
+        if self._direct is not None:
+            run, grid, device, launcher, rest = self._direct
+            run(*grid, torch._C._cuda_getCurrentRawStream(device), *launcher, *args, *rest)
+        elif self._compiled is not None:
+            self._direct = self._prepare(args)
+            self(*args)
+        else:  # interpreted kernels have no compiled form
+            self._compiled = self._kernel[self._grid](*args, **self._constants)
 
-    def _direct(self, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Everything that a direct launch needs besides stream and arguments."""
-        behind = list(self._kernel.signature.parameters.values())[len(args) :]
-        rest = [self._constants.get(parameter.name, parameter.default) for parameter in behind]
+        compiled, behind = self._compiled, list(self._kernel.signature.parameters.values())
+        rest = (self._constants.get(x.name, x.default) for x in behind[len(args) :])
         launcher = (compiled.function, compiled.packed_metadata, None, None, None)
         return compiled.run, (*self._grid, 1, 1)[:3], device_of(args), launcher, tuple(rest)
 

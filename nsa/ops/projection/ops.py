@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._plan import once
-from nsa.ops._register import register
+from nsa.ops._plan import once, planned
+from nsa.ops._register import guarded, register
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope, frequency_table
 
@@ -141,6 +141,10 @@ def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tens
     heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
     _launch(product, heads, gates, None, bias, tokens, backward=False)
     return found
+
+
+# For use outside of an operator, as in a decode step.
+split_op = guarded(planned(split_product))
 
 
 def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
