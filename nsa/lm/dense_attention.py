@@ -94,7 +94,8 @@ class DenseAttention(TogetherModule):
         """Attention output ``[T, Hq, Dv]`` for new tokens, which the cache takes in."""
         inputs = self.attention_inputs(found, x)
         cu_seqlens = None if sequences.offsets is None else sequences.cu_q
-        alone = partial(causal_attention, *found, cu_seqlens, sequences.len_q)
+        q, k, v = found
+        alone = partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
         return cache.attend(inputs, rope=self.rope, sequences=sequences, alone=alone)
 
     def forward(

@@ -85,7 +85,7 @@ def register(
 
     def run(*inputs: Any) -> Any:
         # Profiles show what PyTorch dispatches.
-        if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+        if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
             return operator(*inputs)
         return differentiable(plain, inputs) if _is_plain(inputs) else operator(*inputs)
 

@@ -55,8 +55,8 @@ def launcher() -> Any:
 def test_the_second_call_uses_the_plan() -> None:
     scale, made = launcher()
     for _ in range(3):
-        x, others = torch.randn(4, 5), [torch.randn(20), None]
-        torch.testing.assert_close(scale(x, others, 0.5), x.flatten() * 0.5 + others[0])
+        x, other = torch.randn(4, 5), torch.randn(20)
+        torch.testing.assert_close(scale(x, [other, None], 0.5), x.flatten() * 0.5 + other)
     assert made == [20]
 
 

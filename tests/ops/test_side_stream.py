@@ -82,8 +82,13 @@ def test_both_begin_and_end_together(said: list[str]) -> None:
 
 
 def test_events_are_made_once_and_each_wait_is_for_its_own(said: list[str]) -> None:
-    made: list[Any] = []
-    torch.cuda.Event = lambda: made.append(FakeEvent(said)) or made[-1]  # type: ignore[misc,assignment]
+    made: list[FakeEvent] = []
+
+    def make() -> FakeEvent:
+        made.append(FakeEvent(said))
+        return made[-1]
+
+    torch.cuda.Event = make  # type: ignore[misc,assignment]
     for _ in range(3):
         with fork_join(DEVICE) as streams:
             first = streams.record()

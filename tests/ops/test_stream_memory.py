@@ -30,6 +30,7 @@ from nsa.ops.attention import BranchInputs
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
 from nsa.testing import packed_offsets
 from tests.ops.cases import SMALL, small
 
@@ -398,7 +399,7 @@ def test_selected_attention_alone(algorithm: str, model: StreamModel) -> None:
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
     where = (cu, cu, None, NUMBER, LENGTH, LENGTH, SMALL.text, 0.25, algorithm)
-    forward, backward = flat(selected, selected.SelectedInputs, selected.SelectedResults)
+    forward, backward = flat(selected, SelectedInputs, SelectedResults)
     indices = torch.zeros(
         q.shape[0], SMALL.num_kv_heads, SMALL.num_selected_blocks, dtype=torch.int32
     )

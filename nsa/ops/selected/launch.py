@@ -491,8 +491,8 @@ def _gather_gradients(
             *(chunks.num_blocks, segment, last),
         )
         if part is not None and dq is not None:
-            where = (q.shape[0], segment, chunks.segment_rows, index.absent)
-            plan.merge(*(part, index.key, dq, tile_stats), *where)
+            rows_of = (q.shape[0], segment, chunks.segment_rows, index.absent)
+            plan.merge(*(part, index.key, dq, tile_stats), *rows_of)
 
 
 class _GatherPlan(NamedTuple):

@@ -59,9 +59,9 @@ def _add_statistics(
         return
     if block_indices is not None:
         block_indices = block_indices.contiguous() if block_indices.numel() else None
-    given = (statistics, gates.contiguous(), block_indices, tile_stats)
     launch = once(lambda: _plan(gates, block_indices, sequences, block_size, columns))
-    launch(*given, *sequences.arguments(), threshold)
+    tensors = (statistics, gates.contiguous(), block_indices, tile_stats)
+    launch(*tensors, *sequences.arguments(), threshold)
 
 
 def _plan(
