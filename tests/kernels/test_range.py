@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, compressed_attention, window_attention
+from nsa.ops._layout import Gated
 from nsa.ops._operator import Call, KeyRange
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.layout import Gated
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.range import launch as range_launch
 from nsa.ops.range.launch import RangeBackward, range_forward

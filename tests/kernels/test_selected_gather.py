@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, selected_attention
+from nsa.ops._layout import Gated
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.layout import Gated
 from nsa.ops._triton.tuning import Tile, tiles_chosen_by
 from nsa.ops.selected import index, launch
 from nsa.ops.selected import types as design_rules

@@ -17,7 +17,7 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.ops._triton.layout import block_of
+from nsa.ops._layout import block_of
 from nsa.ops._triton.tuning import Tile
 
 # Tensor descriptors that are remembered.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
 from nsa.ops._side_stream import fork_join
-from nsa.ops._triton.layout import Gated, rows
 from nsa.ops.combination.ops import run_combine
 from nsa.ops.range.ops import (
     run_range_attention,

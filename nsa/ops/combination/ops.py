@@ -64,8 +64,8 @@ def _backward(
 
 def _launch(kernel: Any, out: Tensor, **constants: Any) -> Launch:
     """Launch of a kernel over the rows of an output or its gradient."""
+    from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch
-    from nsa.ops._triton.layout import cdiv, next_power_of_2
 
     size = out.shape[-1]
     constants |= {"DV": size, "BLOCK_R": BLOCK_ROWS, "BLOCK_DV": next_power_of_2(size)}

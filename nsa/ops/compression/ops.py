@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys
+from nsa.ops._layout import rows
 from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.layout import rows
 from nsa.rope import Rope, frequency_table
 
 BLOCK_ROWS = 16
@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
 
     def constants(self, like: Tensor, num_heads: int, rope_text: str) -> dict[str, Any]:
         """Constants and options of every kernel."""
-        from nsa.ops._triton.layout import next_power_of_2
+        from nsa.ops._layout import next_power_of_2
         from nsa.ops.compression.kernels import Sizes
 
         rotary, size = Rope.from_text(rope_text).dim if rope_text else 0, like.shape[-1]
@@ -153,8 +153,8 @@ def _backward(
 def _gradients_of(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, *rest: Any
 ) -> list[Tensor]:
+    from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch
-    from nsa.ops._triton.layout import cdiv, next_power_of_2
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
     blocks = Blocks(*rest)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._layout import Heads, block_of, cdiv, next_power_of_2
 from nsa.ops._plan import once, planned
 from nsa.ops._register import guarded
 from nsa.ops._triton.kernel import Launch, starts_early
-from nsa.ops._triton.layout import Heads, block_of, cdiv, next_power_of_2
 from nsa.ops.compression.reference import PhiWeights, rotated_place
 from nsa.ops.decode import CacheTensors, NewTokens
 from nsa.ops.decode.append import AppendPlan, Stream, decode_append_kernel

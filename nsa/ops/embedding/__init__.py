@@ -30,8 +30,8 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
     frequent token: first the sum of each piece, then of each token's pieces.
     """
+    from nsa.ops._layout import cdiv
     from nsa.ops._triton.kernel import Launch
-    from nsa.ops._triton.layout import cdiv
     from nsa.ops.embedding.kernels import sum_rows_kernel
 
     dout, tokens = dout.flatten(0, -2).contiguous(), tokens.flatten()

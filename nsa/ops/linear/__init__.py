@@ -127,8 +127,8 @@ def _plan(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float | None, silu: bool
 ) -> tuple[bool, Launch]:
     """Whether the kernel for few rows runs, and its launch or that of the other kernel."""
+    from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch, starts_early
-    from nsa.ops._triton.layout import cdiv, next_power_of_2
     from nsa.ops.linear.kernels import linear_kernel, linear_rows_kernel
 
     (rows, width), columns = x.shape, weight.shape[0]

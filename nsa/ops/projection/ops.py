@@ -84,8 +84,8 @@ def _launch(
 
 def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
     """Whether anything is rotated, and the launch of the kernel."""
+    from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch, starts_early
-    from nsa.ops._triton.layout import cdiv, next_power_of_2
     from nsa.ops.projection.kernels import Part, Plan, heads_kernel
 
     columns, rope = Columns.from_text(tokens.columns), Rope.from_text(tokens.rope)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.ops._layout import Gated, Heads, block_of, by_head, cdiv, rows
 from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch, fitting, source
-from nsa.ops._triton.layout import Gated, Heads, block_of, by_head, cdiv, rows
 from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
 from nsa.ops.range.kernels import (
     range_dkv_kernel,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import rows
 from nsa.ops._operator import Call, KeyRange, register_attention
-from nsa.ops._triton.layout import rows
 from nsa.ops.range.reference import RangeInputs, RangeResults
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from nsa.ops import _checks
 from nsa.ops._checks import check_numbers
+from nsa.ops._layout import cdiv, next_power_of_2
 from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.layout import cdiv, next_power_of_2
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
 from nsa.ops.selected.types import SCATTER_THRESHOLD
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_numbers
+from nsa.ops._layout import Gated, Heads, block_of, cdiv, next_power_of_2
 from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.kernel import Launch, fitting, source
-from nsa.ops._triton.layout import Gated, Heads, block_of, cdiv, next_power_of_2
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.selected.gathered import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.gathered_bwd import (

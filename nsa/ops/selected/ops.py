@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_numbers, check_queries
+from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, register_attention
-from nsa.ops._triton.layout import Gated, rows
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._triton.layout import rows
+from nsa.ops._layout import rows
 
 ALGORITHMS = ("auto", "tiled", "gathered")
 

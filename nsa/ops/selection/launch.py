@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._layout import Heads, block_of, next_power_of_2
 from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.layout import Heads, block_of, next_power_of_2
 from nsa.ops._triton.tuning import Tile, tile_for
 from nsa.ops.selection.approximate import select_approximate_kernel
 from nsa.ops.selection.kernels import Scoring, select_kernel

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nsa.errors import check
 from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import by_head, rows
 from nsa.ops._operator import Call, FlatCall, KeyRange, schema_of
 from nsa.ops._register import register
-from nsa.ops._triton.layout import by_head, rows
 from nsa.ops.selection.reference import SelectionInputs, coarse_keys
 
 

@@ -71,8 +71,8 @@ def _plan(
     block_size: int,
     columns: list[int],
 ) -> Launch:
+    from nsa.ops._layout import next_power_of_2
     from nsa.ops._triton.kernel import Launch
-    from nsa.ops._triton.layout import next_power_of_2
     from nsa.ops._triton.tuning import MOST_REGISTERS
     from nsa.ops.statistics.kernels import add_statistics_kernel
 
