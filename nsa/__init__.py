@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from nsa.module import NativeSparseAttention
     from nsa.ops._sequences import Sequences
     from nsa.ops.combination import combine
-    from nsa.ops.compressed import compressed_attention
     from nsa.ops.compression import PhiWeights, compress, compressed_positions
+    from nsa.ops.range import compressed_attention, window_attention
     from nsa.ops.selected import selected_attention
     from nsa.ops.selection import blocks_to_ranges, select_blocks
-    from nsa.ops.window import window_attention
     from nsa.rope import Rope, apply_rope
 
 __version__ = "0.1.0"
@@ -49,11 +48,10 @@ _HOMES = (
     "config",
     "module",
     "ops.combination",
-    "ops.compressed",
     "ops.compression",
+    "ops.range",
     "ops.selected",
     "ops.selection",
-    "ops.window",
     "rope",
 )
 

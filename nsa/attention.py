@@ -38,7 +38,7 @@ Observer = Callable[[Tensor, Tensor | None], None]
 class AttentionInputs(NamedTuple):
     """Packed inputs of attention, see :func:`native_sparse_attention`.
 
-    None: of a branch that is off.
+    Tensors of a disabled branch are None.
 
     Attributes:
         q: rotated queries ``[T, Hq, D]``.
@@ -190,7 +190,7 @@ def attend(
 def compress_inputs(
     inputs: AttentionInputs, call: Call, rope: Rope | None, backend: str
 ) -> BranchInputs:
-    """What the branches read: compressed keys and values, and nothing of a branch that is off."""
+    """Compress keys and values, and assemble the branch inputs."""
     config, sequences = call.config, call.sequences
     phi_k, phi_v = (None, None) if inputs.phi is None else inputs.phi
     rotation = None if config.compress_rope == "none" else rope
@@ -209,7 +209,7 @@ def compress_inputs(
 def branch_inputs(
     inputs: AttentionInputs, config: NSAConfig, k_cmp: Tensor | None, v_cmp: Tensor | None
 ) -> BranchInputs:
-    """With these compressed keys and values, and nothing of a branch that is off."""
+    """Assemble the branch inputs and drop disabled branches."""
     k_slc, v_slc, k_win, v_win = inputs.k_slc, inputs.v_slc, inputs.k_win, inputs.v_win
     if "slc" not in config.branches:
         k_slc = v_slc = None

@@ -15,10 +15,10 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
 from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project
 from nsa.ops.projection.layout import Rotated, plain_weight
+from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
 from nsa.stages import GATES, PROJECTION, in_stage, stage
@@ -206,7 +206,7 @@ class NativeSparseAttention(TogetherModule):
         return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
 
     def _describe_columns(self) -> tuple[Columns, list[str]]:
-        """What the columns of the projection are, and the names of the heads that come of them."""
+        """Describe the columns of the projection, and name the heads that they become."""
         config = self.config
         raw = {"q"} if config.compress_rope == "none" and config.scores_blocks else set()
         raw |= {"k", "k_cmp"} if config.scores_blocks else set()
@@ -214,16 +214,16 @@ class NativeSparseAttention(TogetherModule):
         parts, outputs = list[Heads](), list[str]()
         for name in self._projections():
             number = config.num_heads if name == "q" else config.num_kv_heads
-            wanted: dict[tuple[bool, bool], Rotated] = {(True, True): "both", (False, True): "yes"}
-            rotated = wanted.get((name in raw, name in turned), "no")
-            parts.append(
-                Heads(number, config.value_dim if name[0] == "v" else config.head_dim, rotated)
-            )
+            size = config.value_dim if name[0] == "v" else config.head_dim
+            rotated: Rotated = "no"
+            if name in turned:
+                rotated = "both" if name in raw else "yes"
+            parts.append(Heads(number, size, rotated))
             outputs += [f"{name}_raw", name] if rotated == "both" else [name]
         return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
     def projection_weights(self) -> list[Tensor]:
-        """In the order of the projection's columns, those of the gates last."""
+        """Return the weights in the order of the projection's columns, those of the gates last."""
         weights = [
             plain_weight("NativeSparseAttention", f"{name}_proj", linear)
             for name, linear in self._projections().items()
@@ -245,13 +245,12 @@ class NativeSparseAttention(TogetherModule):
     @in_stage(PROJECTION)
     def _project(
         self, x: Tensor, sequences: Sequences, before: Tensor | None = None
-    ) -> AttentionInputs:
+    ) -> list[Tensor]:
         weights, bias = self.projection_weights(), self.projection_bias
-        found = project(x, weights, bias, self.columns, sequences, self.rope, before=before)
-        return self.attention_inputs(found, x)
+        return project(x, weights, bias, self.columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
-        """What attention is computed of.
+        """Build AttentionInputs from the outputs of the projection.
 
         Args:
             found: heads ``[T, H, size]``, and gates if they are columns of the projection.
@@ -320,7 +319,9 @@ class NativeSparseAttention(TogetherModule):
             cache.config,
         )
         with torch.no_grad():
-            return self._decode(packed, sequences, cache).view(x.shape)
+            found = self._project(packed, sequences, cache.lengths(sequences, packed.shape[0]))
+            out = self.attend_cached(found, packed, sequences, cache)
+            return self.o_proj(out.flatten(-2)).view(x.shape)
 
     def _open(
         self,
@@ -365,7 +366,7 @@ class NativeSparseAttention(TogetherModule):
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
         x, sequences = self._open(name, x, cu_seqlens, max_seqlen)
-        inputs, cu = self._project(x, sequences), sequences.cu_q
+        inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
         assert inputs.k_cmp_raw is not None
         k_cmp, _ = compress(inputs.k_cmp_raw, self.phi_k.weights(), config, cu)
@@ -379,7 +380,7 @@ class NativeSparseAttention(TogetherModule):
         """The layer's output ``[T, width]`` for packed and checked tokens."""
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
         out = attend(
-            self._project(x, sequences),
+            self.attention_inputs(self._project(x, sequences), x),
             call,
             rope=self.rope,
             statistics=self.statistics,
@@ -388,11 +389,19 @@ class NativeSparseAttention(TogetherModule):
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2))
 
-    def _decode(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
-        """The same for tokens that follow those in the cache."""
-        inputs = self._project(x, sequences, cache.lengths(sequences, x.shape[0]))
-        out = cache.attend(inputs, rope=self.rope, sequences=sequences)
-        return self.o_proj(out.flatten(-2))
+    def attend_cached(
+        self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache
+    ) -> Tensor:
+        """Attention output ``[T, Hq, Dv]`` for new tokens, which the cache takes in.
+
+        Args:
+            found: see :meth:`attention_inputs`.
+            x: see :meth:`attention_inputs`.
+            sequences: where the new tokens are.
+            cache: the layer's cache.
+        """
+        inputs = self.attention_inputs(found, x)
+        return cache.attend(inputs, rope=self.rope, sequences=sequences)
 
     def _phi(self) -> Phi | None:
         if not self.config.scores_blocks:

@@ -52,11 +52,6 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return _listener(name)
 
 
-def has_listener() -> bool:
-    """Whether stages are being followed, by a profiler for example."""
-    return _listener is not None
-
-
 def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: every call of the function is a :func:`stage`."""
 
@@ -73,7 +68,7 @@ def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def stages_seen_by(listener: Listener) -> Iterator[None]:
-    """Within, stages of all threads of this process are entered through ``listener(name)``."""
+    """Context manager: enter stages of all threads of this process through ``listener(name)``."""
     global _listener
     assert _listener is None, "listeners do not nest"
     _listener = listener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -33,6 +34,14 @@ forkserver.set_forkserver_preload = lambda modules_names: None
 gc.disable()
 
 Count = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def forget_plans() -> None:
+    """A test may change what launchers' plans are made of, such as sizes of tiles."""
+    plan = sys.modules.get("nsa.ops._plan")
+    for plans in [] if plan is None else plan.PLANS:
+        plans.clear()
 
 
 def pytest_collection_finish() -> None:

@@ -234,7 +234,7 @@ TEXT = sorted(
     if path.is_file() and path.suffix not in (".pyc", ".png")
 )
 
-ENTRY = "nsa/ops/window/__init__.py"
+ENTRY = "nsa/ops/range/__init__.py"
 CACHE = "nsa/cache/cache.py"
 FROM_ABOVE = "def f():\n    from nsa.train.config import TrainConfig"
 BARE, BROAD = (f"try:\n    pass\nexcept{kind}:\n    pass" for kind in ("", " (OSError, Exception)"))

@@ -16,12 +16,11 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
-from nsa.ops.compressed import compressed_attention
 from nsa.ops.compression import Raw, run_compress
+from nsa.ops.range import compressed_attention, window_attention
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import select_blocks
 from nsa.ops.selection.reference import choose_blocks
-from nsa.ops.window import window_attention
 from nsa.rope import Rope
 from nsa.testing import make_inputs
 

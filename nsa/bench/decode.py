@@ -216,11 +216,11 @@ def _cached(
 
     if is_reference:
         return lambda: torch.cat([exact(i, point.dtype) for i in range(batch)]), exact, 0
-    from nsa.ops.decode.launch import DecodeStep, append
+    from nsa.ops.decode.launch import append, attend
 
     def step(reads: Tensor | None = None) -> Tensor:
         append(new_tokens(inputs, tensors), tensors, None, rope, config, 1)
-        return DecodeStep.of(tensors, config, 1, reads).attend(inputs.q, None, inputs.gates)[0]
+        return attend(inputs.q, None, inputs.gates, tensors, config, 1, reads)[0]
 
     reads = torch.zeros(batch * config.num_kv_heads, 3, dtype=torch.int64, device=point.device)
     step(reads)

@@ -18,8 +18,7 @@ from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_cu_seqlens_contents
 from nsa.ops._packed import integers, lengths
 from nsa.ops._sequences import Sequences
-from nsa.ops.decode import MOST_QUERIES
-from nsa.ops.decode.tensors import CacheTensors
+from nsa.ops.decode import MOST_QUERIES, CacheTensors
 from nsa.rope import Rope
 
 _NAME = "NSACache"
@@ -118,7 +117,7 @@ class NSACache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, a step is captured in a CUDA graph: it takes in nothing before it is replayed."""
+        """Context manager: capture a step in a CUDA graph, without counting its tokens."""
         before = self._lengths, self._written
         try:
             yield
@@ -153,7 +152,7 @@ class NSACache:
         self.truncate(sequence, 0)
 
     def fork(self, source: int, target: int) -> None:
-        """Let an empty sequence continue a copy of another: whole pages are shared, not copied.
+        """Copy a sequence into an empty one; whole pages are shared, not copied.
 
         Raises:
             ValueError: there is no such sequence, or ``target`` holds tokens.
@@ -167,7 +166,7 @@ class NSACache:
         self._set_length(target, self._lengths[source], self._written[source])
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Let every sequence b go on as a copy of ``indices[b]``; whole pages are shared.
+        """Replace every sequence b by a copy of ``indices[b]``; whole pages are shared.
 
         Beam search does so after each step, in which some continuations win over others.
 
@@ -305,7 +304,7 @@ class LayerCache:
         block_indices: of the last tokens, where decode kernels or the branches selected blocks.
         is_exact: whether blocks are scored exactly. Approximate scores are those of the operators
             of training, which then run steps too: no CUDA graph can hold these.
-        reads: see ``nsa.ops.decode.launch.DecodeStep``; keys are counted where it is a tensor.
+        reads: see ``nsa.ops.decode.launch.attend``; keys are counted where it is a tensor.
     """
 
     def __init__(self, config: NSAConfig, cache: NSACache, layer: int) -> None:
@@ -430,13 +429,11 @@ class LayerCache:
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors
     ) -> Tensor:
-        from nsa.ops.decode.launch import DecodeStep, append
+        from nsa.ops.decode.launch import append, attend
 
         config = self.config
         append(new_tokens(inputs, tensors), tensors, inputs.phi, rope, config, queries)
         q_cmp = None if inputs.q_cmp is None else inputs.q_cmp.contiguous()
-        step = DecodeStep.of(tensors, config, queries, self.reads)
-        out, self.block_indices = step.attend(
-            inputs.q.contiguous(), q_cmp, inputs.gates.contiguous()
-        )
+        q, gates = inputs.q.contiguous(), inputs.gates.contiguous()
+        out, self.block_indices = attend(q, q_cmp, gates, tensors, config, queries, self.reads)
         return out

@@ -15,7 +15,7 @@ from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import attention_by_branch, run_attention
 from nsa.ops.compression import Raw, run_compress
-from nsa.ops.decode.tensors import CacheTensors, NewTokens
+from nsa.ops.decode import CacheTensors, NewTokens
 from nsa.rope import Rope
 
 
@@ -44,7 +44,7 @@ class Step:
 
 
 def new_tokens(inputs: AttentionInputs, tensors: CacheTensors) -> NewTokens:
-    """What goes into the cache; nothing of a branch that is off."""
+    """Tensors that the cache stores; None for a disabled branch."""
     x, kept = inputs, tensors[: len(NewTokens._fields)]
     given = (x.k_slc, x.v_slc, x.k_win, x.v_win, x.k_cmp_raw, x.v_cmp_raw)
     pairs = zip(given, kept, strict=True)

@@ -1,4 +1,4 @@
-"""Which pages of a pool hold the tokens of which sequence; sequences may share pages."""
+"""Assignment of the pages of a pool to sequences, which may share pages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pages:
             place = length // self.page_size  # of the first page that is written to
             if count and place < len(self.held[b]) and self.uses[self.held[b][place]] > 1:
                 shared.append(b)
-        # Of n sequences that share a page and write to it, the last keeps it.
+        # Copy-on-write: the last writer keeps the page.
         left = dict[int, int]()
         copied = list[int]()
         for b in shared:
@@ -72,7 +72,7 @@ class Pages:
         return copies
 
     def fork(self, source: int, target: int, length: int) -> None:
-        """Let an empty sequence share the pages of another that hold its ``length`` tokens.
+        """Share the pages of a sequence's ``length`` tokens with an empty sequence.
 
         Pages that either of them has reserved are not shared: both would write to them.
         """
@@ -82,7 +82,7 @@ class Pages:
             self.uses[page] += 1
 
     def reorder(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let each sequence b hold what ``indices[b]`` held, of which ``lengths`` are the tokens.
+        """Give each sequence b the pages of ``indices[b]``, whose tokens are ``lengths``.
 
         Pages with tokens are shared. What a sequence has reserved stays with it alone.
         """

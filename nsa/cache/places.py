@@ -1,4 +1,4 @@
-"""Where rows lie that a step writes and reads; computed once for all layers of a cache."""
+"""Cache index tensors of one step, computed once for all layers of a cache."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Places:
 
     @property
     def unfinished_and_new(self) -> Sequences:
-        """Where the tokens lie that make the next compressed blocks."""
+        """Sequences of the tokens that make the next compressed blocks."""
 
         def make() -> Sequences:
             where = self.sequences
@@ -179,7 +179,7 @@ class Places:
         return self._once(("behind", rows, *kept), make)
 
     def last(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Where a ring of ``rows`` a sequence takes in its last new tokens, and which those are."""
+        """Rows for the last new tokens in rings of ``rows`` a sequence, and the tokens' index."""
 
         def make() -> tuple[Tensor, Tensor]:
             last = [min(count, rows) for count in self.counts]
@@ -213,6 +213,6 @@ class Places:
         return locate(sum(counts), self._offsets(counts))[:2]
 
     def _slots(self, per_page: int, sequence: Tensor, row: Tensor) -> Tensor:
-        """Where rows of sequences lie in a pool with so many a page."""
+        """Index of rows of sequences in a pool with ``per_page`` rows a page."""
         page = self.table[sequence, row // per_page]
         return page.long() * per_page + row % per_page

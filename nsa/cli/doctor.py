@@ -16,8 +16,7 @@ from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.extras import CORE, EXTRAS, install_command, missing
 from nsa.module import NativeSparseAttention
-from nsa.ops._backend import choose_backend
-from nsa.ops._capability import LEAST_CAPABILITY, is_too_old
+from nsa.ops._backend import LEAST_CAPABILITY, choose_backend, is_too_old
 from nsa.ops._triton.tuning import (
     LONG_KEYS,
     TABLES,
@@ -27,7 +26,7 @@ from nsa.ops._triton.tuning import (
     device_table,
     load_table,
 )
-from nsa.ops.selected.algorithm import SCATTER_THRESHOLD, always_tiled
+from nsa.ops.selected.types import SCATTER_THRESHOLD, always_tiled
 from nsa.train import environment
 from nsa.train.telemetry.throughput import utilisation_row
 

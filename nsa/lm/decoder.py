@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -213,14 +213,9 @@ class StepLayer:
         bias, columns = attention.projection_bias, attention.columns
         before = cache.lengths(sequences, x.shape[0])
         found = split(self.project(x), bias, columns, sequences, rope, before=before)
-        alone: Callable[[], Tensor] | None = None
-        if isinstance(attention, DenseAttention):
-            inputs = attention.attention_inputs(found, x)
-            alone = attention.attention_alone(inputs, sequences)
-        else:
-            is_read = not attention.gate.is_linear
-            inputs = attention.attention_inputs(found, self.norm(x) if is_read else x)
-        return cache.attend(inputs, rope=rope, sequences=sequences, alone=alone)
+        if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
+            x = self.norm(x)  # the gates read the layer's input
+        return attention.attend_cached(found, x, sequences, cache)
 
 
 class StepGraph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,14 +88,15 @@ class DenseAttention(TogetherModule):
                 self._gates[tokens] = gates
         return AttentionInputs._make((q, None, None, None, None, k, v, gates, None, None))
 
-    def attention_alone(
-        self, inputs: AttentionInputs, sequences: Sequences
-    ) -> Callable[[], Tensor]:
-        """Return a function that computes attention without a past by PyTorch's kernels."""
+    def attend_cached(
+        self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache
+    ) -> Tensor:
+        """Attention output ``[T, Hq, Dv]`` for new tokens, which the cache takes in."""
+        inputs = self.attention_inputs(found, x)
         cu_seqlens = None if sequences.offsets is None else sequences.cu_q
-        q, k, v = inputs.q, inputs.k_win, inputs.v_win
-        assert k is not None and v is not None
-        return partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
+        q, k, v = found
+        alone = partial(causal_attention, q, k, v, cu_seqlens, sequences.len_q)
+        return cache.attend(inputs, rope=self.rope, sequences=sequences, alone=alone)
 
     def forward(
         self,
@@ -137,9 +137,7 @@ class DenseAttention(TogetherModule):
             q, k, v = heads
             out = causal_attention(q, k, v, cu_seqlens, sequences.len_q)
         else:
-            inputs = self.attention_inputs(heads, x)
-            alone = self.attention_alone(inputs, sequences)
-            out = cache.attend(inputs, rope=self.rope, sequences=sequences, alone=alone)
+            out = self.attend_cached(heads, x, sequences, cache)
         with stage(PROJECTION):
             return self.o_proj(out.flatten(-2)).view(shape)
 

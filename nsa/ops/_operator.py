@@ -21,7 +21,7 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "flo
 
 @dataclass(frozen=True)
 class Call:
-    """What an attention operator is told besides its tensors.
+    """Arguments of an attention operator besides its tensors.
 
     Attributes:
         config: the sparse pattern.
@@ -36,7 +36,7 @@ class Call:
     algorithm: str = "auto"
 
     def flat(self) -> FlatCall:
-        """As a registered operator takes it."""
+        """Return the flat form that a registered operator takes."""
         where = self.sequences
         cu_q, cu_k = (None, None) if where.offsets is None else where.offsets
         # Offsets of blocks of another pattern stay behind.
@@ -60,7 +60,7 @@ class FlatCall(NamedTuple):
     algorithm: str
 
     def open(self, device: torch.device) -> Call:
-        """The call that it was made of; the tokens lie on ``device``."""
+        """Return the call that this was made of, for tokens on ``device``."""
         config = NSAConfig.from_text(self.config)
         offsets = None if self.cu_q is None or self.cu_k is None else (self.cu_q, self.cu_k)
         numbers = (self.num_sequences, self.len_q, self.len_k)
@@ -157,3 +157,57 @@ def register_attention(
 
 def _has_gradient(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point()
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Range of the keys that a query sees.
+
+    Attributes:
+        sequences: where the sequences lie.
+        window: whether keys are tokens of a window; otherwise they are compressed blocks.
+        cu_key: offsets of the keys; None when all sequences are alike.
+        len_key: keys of each sequence when all are alike, otherwise at least the most.
+        size: window size, or compression block size.
+        stride: compression stride; 1 for the window.
+    """
+
+    sequences: Sequences
+    window: bool
+    cu_key: Tensor | None
+    len_key: int
+    size: int
+    stride: int
+
+    @classmethod
+    def of_window(cls, call: Call) -> KeyRange:
+        """The last ``window_size`` tokens."""
+        where = call.sequences
+        cu_k = None if where.offsets is None else where.offsets[1]
+        return cls(where, True, cu_k, where.len_k, call.config.window_size, 1)
+
+    @classmethod
+    def of_blocks(cls, call: Call) -> KeyRange:
+        """The compressed blocks that lie wholly in the past."""
+        config = call.config
+        cu_cmp, most = call.sequences.kernel_blocks(config)
+        sizes = (config.compress_block_size, config.compress_stride)
+        return cls(call.sequences, False, cu_cmp, most, *sizes)
+
+    def of_coarse(self, config: NSAConfig, cu_coarse: Tensor) -> KeyRange:
+        """The coarse blocks of which a query sees every compressed key, from those keys' range."""
+        assert config.coarse_block_size is not None
+        width = config.coarse_block_size
+        return KeyRange(
+            self.sequences,
+            False,
+            None if self.cu_key is None else cu_coarse,
+            self.len_key * self.stride // width,
+            width + self.size - self.stride,
+            width,
+        )
+
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``: what every kernel takes."""
+        cu_q, cu_k, len_q, len_k, num_sequences = self.sequences.arguments()
+        return cu_q, cu_k, self.cu_key, len_q, len_k, self.len_key, num_sequences

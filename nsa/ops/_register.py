@@ -6,6 +6,7 @@ though, which costs the host four times as much as the call itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.library import Library
 
-from nsa.ops._replay import replayed
+from nsa.ops._plan import planned
 
 _LIBRARY = Library("nsa", "FRAGMENT")
 
@@ -43,12 +44,11 @@ def register(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    replay: bool = True,
-) -> torch._ops.OpOverload:
+) -> Callable[..., Any]:
     """Register ``nsa::<name>``: the one way in which operators of this library are registered.
 
     The operator runs with the device of its tensors made current, as PyTorch's own operators do, so
-    that one process can use several GPUs: replayed launches and side streams need it.
+    that one process can use several GPUs: side streams need it.
 
     Args:
         name: of the operator, without its namespace.
@@ -61,55 +61,64 @@ def register(
             tuple.
         backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a
             list; ``ctx.needs`` says which are wanted. Without it there are none.
-        replay: whether what the function launches depends on shapes alone, see
-            :func:`nsa.ops._replay.replayed`.
 
     Returns:
-        The operator.
+        The operator. Called through this function it costs less host time than as
+        ``torch.ops.nsa.<name>``, see :func:`_is_plain`.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    implementation = guarded(replayed(function) if replay else function)
+    implementation = guarded(planned(function))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
     gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]
-    below = _below_autograd(operator, implementation)
     gradient = (setup_context or _keep_nothing, backward or _no_gradient(name))
-    _LIBRARY.impl(name, _recording(below, gives_list, *gradient), "Autograd")
-    return operator
+    differentiable = _differentiable(gives_list, *gradient)
+
+    def below_autograd(inputs: Sequence[Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return implementation(*inputs) if _is_plain(inputs) else operator(*inputs)
+
+    def plain(inputs: Sequence[Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return implementation(*inputs)
+
+    def run(*inputs: Any) -> Any:
+        # Profiles show what PyTorch dispatches.
+        if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
+            return operator(*inputs)
+        return differentiable(plain, inputs) if _is_plain(inputs) else operator(*inputs)
+
+    kernel = functools.partial(_with_inputs, differentiable, below_autograd)
+    _LIBRARY.impl(name, kernel, "Autograd")
+    return run
 
 
-# Of arguments for which nothing but the implementation itself is registered.
+def _with_inputs(function: Callable[..., Any], below: Callable[..., Any], *inputs: Any) -> Any:
+    return function(below, inputs)
+
+
+# Types of arguments for which nothing but the implementation itself is registered.
 _PLAIN = {Tensor, nn.Parameter, type(None), bool, float, int, str, list}
 
 
-def _below_autograd(
-    operator: torch._ops.OpOverload, implementation: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The operator as it runs once autograd has seen it.
+def _is_plain(inputs: Sequence[Any]) -> bool:
+    """Whether PyTorch's dispatcher would call nothing but autograd and the implementation.
 
-    PyTorch's dispatcher converts each argument to C++ and back, which costs the host some 25 us. It
-    is asked only where something else than the implementation may come of it: for subclasses of
-    tensors, those without memory or with a sign to apply, symbolic numbers, modes (fake tensors,
-    tracing) and transforms of functions.
+    It converts each argument to C++ and back, which costs the host some 25 us. It is needed for
+    subclasses of tensors, those without memory or with a sign to apply, symbolic numbers, modes
+    (fake tensors, tracing) and transforms of functions.
     """
-
-    def run(inputs: Sequence[Any]) -> Any:
-        flat, kinds = inputs, set(map(type, inputs))
-        if list in kinds:
-            flat = [x for given in inputs for x in (given if type(given) is list else (given,))]
-            kinds.update(map(type, flat))
-        with torch._C._AutoDispatchBelowAutograd():
-            if (
-                kinds <= _PLAIN
-                and not torch._C._len_torch_dispatch_stack()
-                and not torch._C._are_functorch_transforms_active()
-                and not any(x.is_neg() or x.is_meta for x in flat if isinstance(x, Tensor))
-            ):
-                return implementation(*inputs)
-            return operator(*inputs)
-
-    return run
+    flat, kinds = inputs, set(map(type, inputs))
+    if list in kinds:
+        flat = [x for given in inputs for x in (given if type(given) is list else (given,))]
+        kinds.update(map(type, flat))
+    return (
+        kinds <= _PLAIN
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not any(x.is_neg() or x.is_meta for x in flat if isinstance(x, Tensor))
+    )
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,24 +145,20 @@ def _no_gradient(name: str) -> Callable[..., Any]:
     return backward
 
 
-def _recording(
-    below: Callable[[Sequence[Any]], Any],
-    gives_list: bool,
-    setup_context: Callable[..., None],
-    backward_of: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The operator as it runs where gradients may be recorded.
+def _differentiable(
+    gives_list: bool, setup_context: Callable[..., None], backward_of: Callable[..., Any]
+) -> Callable[[Callable[[Sequence[Any]], Any], Sequence[Any]], Any]:
+    """The operator where gradients may be recorded: a function of what runs below, and inputs.
 
     Args:
-        below: see :func:`_below_autograd`.
-        gives_list: whether the operator gives a list of tensors.
+        gives_list: whether the operator returns a list of tensors.
         setup_context: see :func:`register`.
-        backward_of: the same.
+        backward_of: see ``backward`` of :func:`register`.
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, lengths: Lengths, *flat: Any) -> Any:
+        def forward(ctx: Any, below: Any, lengths: Lengths, *flat: Any) -> Any:
             inputs = _nested(lengths, flat)
             output = below(inputs)
             output = tuple(output) if gives_list else output
@@ -163,16 +168,16 @@ def _recording(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            ctx.needs = _nested(ctx.lists, ctx.needs_input_grad[1:])
-            return None, *_flat(backward_of(ctx, *grads))[1]
+            ctx.needs = _nested(ctx.lists, ctx.needs_input_grad[2:])
+            return None, None, *_flat(backward_of(ctx, *grads))[1]
 
-    def run(*inputs: Any) -> Any:
+    def run(below: Callable[[Sequence[Any]], Any], inputs: Sequence[Any]) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(_flat(inputs)[1])
         if torch.is_grad_enabled():
             lengths, flat = _flat(inputs)
             if any(isinstance(x, Tensor) and x.requires_grad for x in flat):
-                output = Differentiable.apply(lengths, *flat)
+                output = Differentiable.apply(below, lengths, *flat)
                 return list(output) if gives_list else output
         return below(inputs)
 
@@ -180,7 +185,7 @@ def _recording(
 
 
 def _refuse_tangents(flat: Iterable[Any]) -> None:
-    """Refuse tangents of forward-mode differentiation, which would be lost without a word."""
+    """Refuse tangents of forward-mode differentiation, which would be dropped silently."""
     for x in flat:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             text = "nsa's kernels have no forward-mode derivatives (torch.func.jvp)"
@@ -220,7 +225,10 @@ def _nested(lengths: Lengths, flat: tuple[Any, ...]) -> tuple[Any, ...]:
 def cuda_index(arguments: Iterable[Any]) -> int | None:
     """Index of the CUDA device of the first tensor among the arguments; None on another device."""
     for x in arguments:
-        first = x[0] if isinstance(x, list) and x else x
-        if isinstance(first, Tensor):
-            return first.get_device() if first.is_cuda else None
+        if isinstance(x, Tensor):
+            return x.get_device() if x.is_cuda else None
+        if isinstance(x, list | tuple):
+            index = cuda_index(x)
+            if index is not None:
+                return index
     return None

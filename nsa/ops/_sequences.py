@@ -1,4 +1,4 @@
-"""Where the sequences of a call lie: packed, dense batches viewed as packed, padded batches."""
+"""Descriptions of sequences: packed ones, dense batches viewed as packed, padded batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where the sequences of one call lie.
+    """Description of the sequences of one call.
 
     Attributes:
         offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None when all sequences are
@@ -146,7 +146,7 @@ class Sequences:
 
     @property
     def max_k(self) -> int:
-        """The same in key tokens."""
+        """At least the longest sequence in key tokens, at least 1."""
         return max(self.len_k, 1)
 
     @property
@@ -190,9 +190,9 @@ class Sequences:
         return self.with_blocks(config).cu_cmp, most
 
     def with_blocks(self, config: NSAConfig) -> Sequences:
-        """With the offsets of the compressed blocks of this pattern.
+        """Return these sequences with the offsets of their compressed blocks.
 
-        Operators and layers share them.
+        Operators and layers share the offsets.
         """
         blocks = block_sizes(config)
         if self.offsets is None or self.blocks == blocks:

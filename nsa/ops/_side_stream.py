@@ -25,56 +25,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from nsa.ops._replay import recorder
-
 Wait = Callable[[], None]
 
 
-@cache
-def side_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The side stream of ``stream``, the same one in every call: its free memory is used again."""
-    return torch.cuda.Stream(stream.device, priority=-1)
-
-
-@dataclass(frozen=True)
 class Streams:
-    """The calling stream and its side stream; both None where all runs on one.
+    """A calling stream and its side stream; both None if everything runs on one stream.
+
+    Events are made once and recorded again in every call. If two threads use one calling stream, a
+    wait may be for the later of two records on the same stream, which includes the earlier one.
 
     Attributes:
         calling: the stream that was current before the fork.
         side: the second stream.
     """
 
-    calling: torch.cuda.Stream | None
-    side: torch.cuda.Stream | None
+    def __init__(
+        self, calling: torch.cuda.Stream | None = None, side: torch.cuda.Stream | None = None
+    ) -> None:
+        self.calling, self.side = calling, side
+        if calling is not None:
+            self._of_calling, self._of_side = torch.cuda.Event(), torch.cuda.Event()
+            self._recorded = list[torch.cuda.Event]()
+            self._used = 0
 
     def on_side(self) -> AbstractContextManager[object]:
-        """Within, kernels are launched and tensors are made on the side stream."""
+        """Context in which kernels are launched and tensors are made on the side stream."""
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
     def fork(self) -> None:
         """Let later launches on the side wait for all earlier ones on the calling stream."""
-        if self.side is not None and self.calling is not None:
-            _wait(self.side, self.calling)
+        if self.side is not None:
+            self._of_calling.record(self.calling)
+            self._of_calling.wait(self.side)
+
+    def join(self) -> None:
+        """Let later launches on the calling stream wait for all earlier ones on the side."""
+        if self.side is not None:
+            self._of_side.record(self.side)
+            self._of_side.wait(self.calling)
+            self._used = 0
 
     def record(self) -> Wait:
-        """A function that lets the calling stream wait for what the side was given until now."""
-        if self.calling is None or self.side is None:
+        """Return a function that lets the calling stream wait for the side's work until now."""
+        if self.side is None:
             return lambda: None
-        calling, event, recording = self.calling, self.side.record_event(), recorder()
-        name = None if recording is None else recording.event(self.side)
+        if self._used == len(self._recorded):
+            self._recorded.append(torch.cuda.Event())
+        event, self._used = self._recorded[self._used], self._used + 1
+        event.record(self.side)
+        return lambda: event.wait(self.calling)
 
-        def wait() -> None:
-            if recording is not None and name is not None:
-                recording.wait_event(calling, name)
-            calling.wait_event(event)
 
-        return wait
+@cache
+def streams_of(calling: torch.cuda.Stream) -> Streams:
+    """Return a stream with its side stream, always the same one: its free memory is used again."""
+    return Streams(calling, torch.cuda.Stream(calling.device, priority=-1))
 
 
 @contextmanager
@@ -82,27 +91,16 @@ def fork_join(device: torch.device, enabled: bool = True) -> Iterator[Streams]:
     """Fork a side stream off the current one, and join it at the end, also after an error.
 
     Args:
-        device: where the tensors lie.
+        device: where the tensors are.
         enabled: whether there is work for a second stream at all.
     """
     if not enabled or device.type != "cuda":
-        yield Streams(None, None)
+        yield Streams()
         return
-    calling = torch.cuda.current_stream(device)
-    side, recording = side_of(calling), recorder()
-    if recording is not None:
-        recording.side(calling, side)
-    streams = Streams(calling, side)
+    streams = streams_of(torch.cuda.current_stream(device))
     streams.fork()
     try:
         yield streams
     finally:
-        # Before the memory that the operator lets go is given to anything else.
-        _wait(calling, side)
-
-
-def _wait(waiting: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
-    recording = recorder()
-    if recording is not None:
-        recording.wait_stream(waiting, awaited)
-    waiting.wait_stream(awaited)
+        # Before the memory that the operator releases is given to anything else.
+        streams.join()

@@ -10,7 +10,7 @@ from nsa.cache import NSACache
 from nsa.cache.chunk import Chunk, Step
 from nsa.config import NSAConfig
 from nsa.ops._sequences import Sequences
-from nsa.ops.decode.tensors import CacheTensors
+from nsa.ops.decode import CacheTensors
 from nsa.rope import Rope
 
 # Keys and values of a layer; the other fields are tables and counters.

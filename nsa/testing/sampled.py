@@ -23,7 +23,7 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
 from nsa.ops._packed import compressed_cu_seqlens, locate, query_positions
 from nsa.ops._sequences import Sequences
-from nsa.ops.combination.reference import combine_reference
+from nsa.ops.combination import combine_reference
 from nsa.ops.compression.reference import (
     PhiWeights,
     compress_reference,

@@ -23,8 +23,8 @@ from nsa.bench.cases import (
     useful_work,
 )
 from nsa.errors import UserError
+from nsa.ops._masked_attention import visible_compressed, visible_tokens, visible_window
 from nsa.ops._sequences import open_sequences
-from nsa.ops._visibility import visible_compressed, visible_tokens, visible_window
 from nsa.ops.selected.reference import visible_selected
 from nsa.testing import packed_offsets
 from nsa.testing.sampled import assert_legal

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from triton import JITFunction
 
-from nsa.ops._replay import PROGRAMS
+from nsa.ops._plan import PLANS
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.linear import Linear
 from tests.gpu.matrix import MATRIX
@@ -22,9 +22,9 @@ from tools.compile_only.launches import jitted_functions, reached_from
 
 @contextmanager
 def noted_launches() -> Iterator[set[JITFunction[Any]]]:
-    """The kernels that are launched within the block; what was recorded before is forgotten."""
-    for programs in PROGRAMS:
-        programs.clear()
+    """The kernels that are launched within the block; plans made before are forgotten."""
+    for plans in PLANS:
+        plans.clear()
     launched: set[JITFunction[Any]] = set()
     real = Kernel.run
 

@@ -23,7 +23,7 @@ from tests.ops.public import Case
 from tests.ops.registration import (
     check_compiled,
     check_operator,
-    check_replay,
+    check_plan,
     operator_names,
     record_calls,
     run_with_gradients,
@@ -158,8 +158,8 @@ def test_registration(name, calls):
 
 
 @pytest.mark.parametrize("name", operator_names())
-def test_replay_of_an_operator(name, calls):
-    check_replay(name, calls[name])
+def test_plan_of_an_operator(name, calls):
+    check_plan(name, calls[name])
 
 
 @pytest.mark.filterwarnings("default")  # warnings of the compiler

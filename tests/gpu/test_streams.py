@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops._side_stream import side_of
+from nsa.ops._side_stream import streams_of
 from tests.gpu.matrix import DEVICE, seed_case
 from tests.gpu.test_execution import Step
 
@@ -73,7 +73,11 @@ def values(wrong: Sequence[Tensor]) -> list[int]:
 
 def sides_of(stream: torch.cuda.Stream) -> list[torch.cuda.Stream]:
     """Side streams of a calling stream: of the whole and, within it, of the selected branch."""
-    return [side_of(stream), side_of(side_of(stream))]
+    side = streams_of(stream).side
+    assert side is not None
+    inner = streams_of(side).side
+    assert inner is not None
+    return [side, inner]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

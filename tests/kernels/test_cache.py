@@ -9,7 +9,7 @@ import torch
 from nsa import NSACache
 from nsa.cache import cache
 from nsa.module import NativeSparseAttention
-from nsa.ops.window.ops import window_attention_op
+from nsa.ops.range.ops import window_attention_op
 from tests.ops.cases import small
 
 CHUNKS = (37, 9, 12)  # the first is alone, the others come behind a past
@@ -32,7 +32,7 @@ def test_chunks_of_a_prompt():
         launched = mock.Mock(wraps=window_attention_op)
         with (
             mock.patch.object(cache, "choose_backend", choose),
-            mock.patch("nsa.ops.window.window_attention_op", launched),
+            mock.patch("nsa.ops.range.window_attention_op", launched),
         ):
             found = layer(chunk, cache=kernels.layers[0])
         launches.append(launched.call_count)

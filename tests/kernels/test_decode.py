@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa import NativeSparseAttention, NSACache, NSAConfig
 from nsa.cache import LayerCache, cache
 from nsa.config import BRANCHES
+from nsa.ops._plan import PLANS
 from nsa.ops.decode import launch
 from nsa.ops.decode.layout import Splits
 from nsa.testing import assert_within_budget
@@ -65,6 +66,8 @@ def kernels(**changes: Any) -> Iterator[None]:
     """Steps run on kernels, whose fresh memory is poisoned; attributes of ``launch`` change."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(cache, "choose_backend", return_value="triton"))
+        for plans in PLANS if changes else ():
+            plans.clear()
         for name, value in changes.items():
             stack.enter_context(mock.patch.object(launch, name, value))
         stack.enter_context(poisoned_memory())

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nsa import PhiWeights, Rope, select_blocks
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton import range_launch
-from nsa.ops._triton.rotation import cos_sin
+from nsa.ops._triton.tiles import cos_sin
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.compression import Raw, ops, run_compress
 from nsa.ops.projection import ops as projection_launch
-from nsa.ops.selected import algorithm as algorithm_rules
+from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import index, launch
+from nsa.ops.selected import types as algorithm_rules
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
 from tests.ops.properties import equal_bits
@@ -101,7 +101,7 @@ def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, row
 
 
 def test_chunks_of_the_seed_shape():
-    """Measured: docs/kernels/range-attention.md."""
+    """Measured: docs/log.md."""
     assert [
         range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
     ] == [4, 16, 40, 40]

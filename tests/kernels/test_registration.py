@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from nsa.ops import _register
-from nsa.ops._replay import replayed
-from nsa.ops.embedding.ops import embed_backward_op
+from nsa.ops.embedding import embed_backward_op
 from tests.ops.cases import small
 from tests.ops.public import Case
 from tests.ops.registration import (
     check_compiled,
     check_operator,
-    check_replay,
+    check_plan,
     operator_names,
     record_calls,
 )
@@ -40,8 +39,8 @@ def test_operator(name, calls):
 
 
 @pytest.mark.parametrize("name", operator_names())
-def test_replay_of_an_operator(name, calls):
-    check_replay(name, calls[name])
+def test_plan_of_an_operator(name, calls):
+    check_plan(name, calls[name])
 
 
 class AskedError(Exception):
@@ -74,20 +73,3 @@ def test_a_sign_that_is_still_to_be_applied():
     tokens, dout = torch.tensor([0, 1, 1], dtype=torch.int32), torch.randn(3, 4)
     found = embed_backward_op(torch._neg_view(dout), tokens, 2)
     torch.testing.assert_close(found, -embed_backward_op(dout, tokens, 2))
-
-
-def test_autocast_of_another_dtype_is_recorded_anew():
-    """A launcher casts to the dtype of autocast."""
-    programs, x = len(vars(cast)["programs"]), torch.randn(4)
-    for dtype in (torch.bfloat16, torch.float16, None):
-        for _ in range(3):
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                found = cast(x)
-            torch.testing.assert_close(found, x.to(dtype or x.dtype))
-    assert len(vars(cast)["programs"]) == programs + 3
-
-
-@replayed
-def cast(x):
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x.clone()

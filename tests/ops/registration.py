@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nsa import NSAConfig, Rope, native_sparse_attention
-from nsa.ops import _replay
+from nsa.ops._plan import PLANS
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
 from tests.ops.public import (
@@ -99,18 +98,17 @@ def check_operator(name: str, call: Call) -> None:
     )
 
 
-def check_replay(name: str, call: Call) -> None:
-    """A plain, a recorded and two replayed calls agree in results and changed arguments."""
-    for programs in _replay.PROGRAMS:
-        programs.clear()
+def check_plan(name: str, call: Call) -> None:
+    """Three calls, of which the later ones use the plan of the first, agree."""
+    for plans in PLANS:
+        plans.clear()
     operator, found = getattr(torch.ops.nsa, name.removeprefix("nsa::")).default, []
-    with mock.patch.object(_replay, "record", wraps=_replay.record) as record:
-        for number in range(4):
-            args, kwargs = (_copy_all(x) for x in call)
-            with torch.no_grad():
-                results = operator(*args, **kwargs)
-            found.append([x for x in tree_leaves((results, args, kwargs)) if isinstance(x, Tensor)])
-            assert record.called == (number > 0), "is not recorded by the second call"
+    for _ in range(3):
+        args, kwargs = (_copy_all(x) for x in call)
+        with torch.no_grad():
+            results = operator(*args, **kwargs)
+        found.append([x for x in tree_leaves((results, args, kwargs)) if isinstance(x, Tensor)])
+        assert sum(map(len, PLANS)) == 1
     for others in found[1:]:
         for x, y in zip(found[0], others, strict=True):
             # Rows that no block is made of are not a number, in some arguments.

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
 
 import nsa
 from nsa import NSAConfig, window_attention
-from nsa.ops import _limits
+from nsa.ops import _checks
+from nsa.ops._plan import PLANS
 from nsa.ops._sequences import Sequences
+from nsa.ops._triton.kernel import Launch
 from nsa.ops.selected.index import new_index
 from tests.ops.cases import small
 from tests.ops.test_bad_input import LENGTH, good
@@ -21,14 +22,14 @@ from tests.ops.test_bad_input import LENGTH, good
 
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None
-    )
+    monkeypatch.setattr(Launch, "__call__", lambda self, *args: None)
     monkeypatch.setattr("nsa.ops._backend.kernels_run_on_cpu", lambda: True)
 
 
 def run(function: str, **changes: Any) -> Tensor:
     """The first result of a public function on fp32 inputs."""
+    for plans in PLANS:  # made under another limit
+        plans.clear()
     given = {**good(function), **changes, "backend": "triton"}
     for name, x in given.items():
         if isinstance(x, Tensor) and x.is_floating_point():
@@ -101,9 +102,9 @@ def test_what_cannot_be_numbered_is_refused(
     function, given, limit, number, argument, what, monkeypatch
 ):
     factor = QUERIES * 4 if limit == "SORTED" else 1
-    monkeypatch.setattr(_limits, limit, number + factor)
+    monkeypatch.setattr(_checks, limit, number + factor)
     run(function, **given)
-    monkeypatch.setattr(_limits, limit, number)
+    monkeypatch.setattr(_checks, limit, number)
     rule = f"{argument} must have fewer than {number // factor} {what}"
     with pytest.raises(ValueError, match=rf"^{re.escape(rule)}.*, got {number // factor}\. Give "):
         run(function, **given)
@@ -123,10 +124,10 @@ def test_what_cannot_be_numbered_is_refused(
     ids=["slots", "sums"],
 )
 def test_numbers_of_the_backward(given, number, what, monkeypatch):
-    monkeypatch.setattr(_limits, "NUMBERS", number + 1)
+    monkeypatch.setattr(_checks, "NUMBERS", number + 1)
     run("selected_attention", **given).sum().backward()
     out = run("selected_attention", **given)
-    monkeypatch.setattr(_limits, "NUMBERS", number)
+    monkeypatch.setattr(_checks, "NUMBERS", number)
     with pytest.raises(ValueError, match=rf"^{what.format(number)}.*, got {number}\."):
         out.sum().backward()
 
@@ -135,11 +136,11 @@ def test_keys_of_the_index(monkeypatch):
     """Called directly: these are the most of all only where there are many sequences."""
     sequences = Sequences(None, 1, LENGTH, LENGTH, torch.device("cpu"))
     number = BLOCKS * 2
-    monkeypatch.setattr(_limits, "NUMBERS", number)
+    monkeypatch.setattr(_checks, "NUMBERS", number)
     rule = f"k must have fewer than {number} blocks times KV heads"
     with pytest.raises(ValueError, match=rf"^{rule} .*, got {number}\."):
         new_index(ids(4), sequences, 16, LENGTH, 1)
-    monkeypatch.setattr(_limits, "NUMBERS", number + 1)
+    monkeypatch.setattr(_checks, "NUMBERS", number + 1)
     assert new_index(ids(4), sequences, 16, LENGTH, 1).absent == number
 
 
@@ -151,13 +152,13 @@ def test_limits_as_they_are(tokens, heads, fits):
     """Without memory for so many."""
     q = torch.empty(tokens, heads, 16, device="meta")
     if fits:
-        _limits.check_queries("window_attention", q)
-        _limits.check_keys("window_attention", "k", q)
+        _checks.check_queries("window_attention", q)
+        _checks.check_keys("window_attention", "k", q)
         return
     with pytest.raises(
         ValueError, match=rf"q must have fewer than 2147418112 rows .*, got {tokens * heads}\."
     ):
-        _limits.check_queries("window_attention", q)
+        _checks.check_queries("window_attention", q)
 
 
 @pytest.mark.parametrize(

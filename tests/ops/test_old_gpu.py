@@ -15,9 +15,8 @@ import nsa
 from nsa import cli
 from nsa.cli import doctor
 from nsa.errors import UserError
-from nsa.ops import _capability
-from nsa.ops._backend import choose_backend
-from nsa.ops._capability import capability, check_kernels_run
+from nsa.ops import _backend
+from nsa.ops._backend import capability, check_kernels_run, choose_backend
 from nsa.ops._sequences import Sequences
 from nsa.ops.embedding import embed
 from nsa.ops.projection import Columns, Heads, project
@@ -85,7 +84,7 @@ def test_what_models_begin_with_refuses_it(asked):
 
 def test_a_gpu_without_triton(asked, monkeypatch):
     """There is a PyTorch for GPUs on Windows, and no Triton."""
-    monkeypatch.setattr(_capability, "has_triton", lambda: False)
+    monkeypatch.setattr(_backend, "has_triton", lambda: False)
     monkeypatch.setattr(sys, "platform", "win32")
     with FakeTensorMode():
         x = torch.empty(3, device="cuda:0")
@@ -121,7 +120,7 @@ def test_a_compiled_function_refuses_it(monkeypatch, fullgraph):
         return x + 1
 
     torch.compiler.reset()
-    monkeypatch.setattr(_capability, "capability", get)
+    monkeypatch.setattr(_backend, "capability", get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     compiled = torch.compile(add, backend="eager", fullgraph=fullgraph, dynamic=True)
     said = f"x {T4} Do that. Or take a newer GPU."

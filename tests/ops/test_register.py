@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from nsa.ops import _register
-from nsa.ops.embedding.ops import embed_backward_op, embed_op
+from nsa.ops.embedding import embed_backward_op, embed_op
 
 
 @pytest.fixture

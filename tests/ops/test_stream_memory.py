@@ -12,24 +12,25 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime.jit import KernelInterface
 
 from nsa import NSAConfig
 from nsa.config import BRANCHES
-from nsa.ops import _replay, _side_stream
+from nsa.ops import _plan, _side_stream
 from nsa.ops._operator import FlatCall
 from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._plan import planned
+from nsa.ops._triton.kernel import Launch
 from nsa.ops.attention import BranchInputs
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected import ops as selected
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
 from nsa.testing import packed_offsets
 from tests.ops.cases import SMALL, small
 
@@ -106,7 +107,6 @@ class StreamModel(TorchDispatchMode):
             ("Event", ModelEvent),
             ("stream", self.on),
             ("current_stream", lambda device: self.current[-1]),
-            ("set_stream", self.set_stream),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(
@@ -115,14 +115,16 @@ class StreamModel(TorchDispatchMode):
             lambda device: self.current[-1].number,
             raising=False,
         )
-        monkeypatch.setattr(_replay, "cuda_device", lambda x: 0)
-        _side_stream.side_of.cache_clear()
+        _side_stream.streams_of.cache_clear()
         real = _side_stream.fork_join
         for module in (whole, triton_launch):
             monkeypatch.setattr(
                 module, "fork_join", lambda device, enabled=True: real(CUDA, enabled)
             )
-        monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: self.launch)
+        monkeypatch.setattr(
+            Launch, "__call__", lambda launch, *arguments: self.launch(launch, *arguments)
+        )
+        monkeypatch.setattr(_plan, "kernels_run_on_cpu", lambda: True)
 
     def new_stream(self, device: torch.device, priority: int) -> ModelStream:
         self.made.append(ModelStream(len(self.made)))
@@ -136,27 +138,16 @@ class StreamModel(TorchDispatchMode):
         finally:
             self.current.pop()
 
-    def set_stream(self, stream: ModelStream) -> None:
-        self.current[-1] = stream
-
-    def launch(self, *arguments: Any, **named: Any) -> None:
-        number, given = self.current[-1].number, (*arguments, *named.values())
-        self.launch_on(0, 0, 0, number, *given)
-        recording = _replay.recorder()
-        if recording is not None:
-            recording.launch(self.launch_on, (0, 0, 0, number), given, ())
-
-    def launch_on(self, x: int, y: int, z: int, number: int, *arguments: Any) -> None:
-        self.launches.append(number)
-        with self.on(self.made[number]):
-            self.touch("a kernel", arguments)
+    def launch(self, launch: Launch, *arguments: Any) -> None:
+        self.launches.append(self.current[-1].number)
+        self.touch("a kernel", [arguments, launch._constants])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.touch(str(func), [args, kwargs])
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable or func in _replay._ZEROS:
+        if func._schema.is_mutable:
             self.launches.append(self.current[-1].number)
         self.touch(str(func), [result])
         return result
@@ -203,7 +194,7 @@ class StreamModel(TorchDispatchMode):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
     yield StreamModel(monkeypatch)
-    _side_stream.side_of.cache_clear()
+    _side_stream.streams_of.cache_clear()
 
 
 # ------------------------------------------------------------------------------
@@ -335,19 +326,16 @@ class Call:
         return cu, cu, cu_cmp, NUMBER, LENGTH, LENGTH, self.pattern.text, 0.25, self.algorithm
 
 
-def call_and_replay(function: Callable[..., Any], model: StreamModel, *arguments: Any) -> Any:
-    """Results of a plain call after a recorded one and its replay, which use the same streams."""
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    launches = []
-    with mock.patch.object(_replay, "on_gpu", return_value=False):
-        program, results = _replay.record(function, arguments, tensors)
+def run_twice(function: Callable[..., Any], model: StreamModel, *arguments: Any) -> Any:
+    """Results of the second of two calls, which uses the plan of the first and the same streams."""
+    launches, results, run = [], None, planned(function)
+    for _ in range(2):
+        del results
+        before = len(model.launches)
+        results = run(*arguments)
         model.check(results)
-        for run in (lambda: program(*tensors), lambda: function(*arguments)):
-            before = len(model.launches)
-            results = run()
-            model.check(results)
-            assert model.current == [model.calling]
-            launches.append(model.launches[before:])
+        assert model.current == [model.calling]
+        launches.append(model.launches[before:])
     assert launches[0] == launches[1]
     return results
 
@@ -401,7 +389,7 @@ def test_whole_attention(name, model):
             if isinstance(x, Tensor):
                 model.hold(x, "an input")
         forward, backward = flat(whole, BranchInputs, whole.AttentionResults)
-        results = call_and_replay(forward, model, *given, *where)
+        results = run_twice(forward, model, *given, *where)
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
@@ -409,7 +397,7 @@ def test_whole_attention(name, model):
             saved[1] = saved[1].contiguous()
         dout = torch.zeros_like(results[0])
         del results
-        call_and_replay(backward, model, *given, dout, *saved, dout, *where)
+        run_twice(backward, model, *given, dout, *saved, dout, *where)
     on = call.pattern.branches
     expected = 1 if len(on) == 1 else 3 if "slc" in on else 2
     assert len(set(model.launches)) == expected
@@ -422,7 +410,7 @@ def test_selected_attention_alone(algorithm, model):
     q, _, _, _, k, v, *_ = call.inputs()
     cu, *_ = call.where()
     where = (cu, cu, None, NUMBER, LENGTH, LENGTH, SMALL.text, 0.25, algorithm)
-    forward, backward = flat(selected, selected.SelectedInputs, selected.SelectedResults)
+    forward, backward = flat(selected, SelectedInputs, SelectedResults)
     indices = torch.zeros(
         q.shape[0], SMALL.num_kv_heads, SMALL.num_selected_blocks, dtype=torch.int32
     )
@@ -433,5 +421,5 @@ def test_selected_attention_alone(algorithm, model):
         model.check(results)
         given = [q, k, v, indices, *results[:2], *(torch.zeros_like(x) for x in results[2:])]
         dout = torch.zeros_like(results[0])
-        call_and_replay(backward, model, *given, dout, *where)
+        run_twice(backward, model, *given, dout, *where)
     assert set(model.launches) == {0, 1}

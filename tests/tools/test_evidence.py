@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nsa import cli
-from nsa.ops.selected.algorithm import queries_of_tile
+from nsa.ops.selected.types import queries_of_tile
 from nsa.train.data import Origin, PrepareConfig, prepare
 from nsa.train.load import load_config, to_yaml
 from tests.cli.test_documented_commands import check_command

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nsa.config import NSAConfig
 from nsa.lm.recorded import load_selections
-from nsa.ops.selected.algorithm import queries_of_tile
+from nsa.ops.selected.types import queries_of_tile
 from nsa.train.evaluation import interval
 from nsa.train.load import load_config
 from nsa.train.measurements import compare

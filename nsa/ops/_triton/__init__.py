@@ -1,1 +1,1 @@
-"""What the Triton kernels share: tile loads, sequences, range attention, tuning."""
+"""Code that all Triton kernels share: launches, tile loads, sequences, tuning."""

@@ -32,7 +32,7 @@ class AbsentGPU(DriverBase):
         return True
 
     def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
+        """Return the target of the compiler."""
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
@@ -44,7 +44,7 @@ class AbsentGPU(DriverBase):
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors lie."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, ty: str) -> str:

@@ -1,13 +1,15 @@
 """Pieces of kernels: where a tile lies, loads and stores of rows, the online softmax."""
 
-# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is
-# compiled.
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is
+# compiled.
+
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -107,7 +109,7 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
 
 @triton.jit
 def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
-    """Where the tiles of ``TILE`` rows of a sequence begin, as ``find_tile`` counts them.
+    """First tile of ``TILE`` rows of a sequence, as ``find_tile`` counts them.
 
     Whole tiles of all rows before it, and one for each sequence before it: as many as they can
         need, by one division.
@@ -316,3 +318,88 @@ def key_gradient(total, x, q, KEYS_AS_ROWS: tl.constexpr):
         return tl.dot(x, q, total, input_precision="ieee")
     else:
         return tl.dot(tl.trans(x), q, total, input_precision="ieee")
+
+
+@triton.jit
+def load_fp32(pointers, mask):
+    """Values at ``pointers`` in fp32, 0 where ``mask`` is false."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def partner_column(d, ROTARY: tl.constexpr):
+    """Column that a rotation mixes with column d; d itself where nothing is rotated."""
+    HALF: tl.constexpr = ROTARY // 2
+    return tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
+
+
+@triton.jit
+def cos_sin(angle):
+    """Cosine and sine of fp32 angles to 10^8 radians, within 1e-7.
+
+    ``tl.cos`` and ``tl.sin`` are as exact, but they reduce large angles through an array in local
+    memory.
+    """
+    quarters = angle.to(tl.float64) * 0.6366197723675814  # 2 / pi
+    nearest = tl.floor(quarters + 0.5)
+    quadrant = nearest.to(tl.int32)
+    x = ((quarters - nearest) * 1.5707963267948966).to(tl.float32)  # -pi / 4 .. pi / 4
+    square = x * x
+    # Polynomials of Cephes' sinf and cosf (Moshier, 1989).
+    sine = x + x * square * (
+        -1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4)
+    )
+    cosine = 4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5)
+    cosine = 1.0 - 0.5 * square + square * square * cosine
+    swapped = (quadrant & 1) != 0
+    first, second = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
+    return tl.where(((quadrant + 1) & 2) != 0, -first, first), tl.where(
+        (quadrant & 2) != 0, -second, second
+    )
+
+
+@triton.jit
+def rotation(frequency_ptr, position, d, magnitude, ROTARY: tl.constexpr):
+    """Factors of columns and of their partners, ``[N, BLOCK_D]`` fp32 each.
+
+    A rotated column is ``x * same + partner * other``.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    frequency = tl.load(frequency_ptr + tl.where(d < HALF, d, d - HALF), mask=d < ROTARY, other=0.0)
+    angle = position.to(tl.float32)[:, None] * frequency[None, :]
+    rotated = (d < ROTARY)[None, :]
+    sign = tl.where(d < HALF, -1.0, 1.0)[None, :]
+    cosine, sine = cos_sin(angle)
+    same = tl.where(rotated, cosine * magnitude, 1.0)
+    other = tl.where(rotated, sine * sign * magnitude, 0.0)
+    return same, other
+
+
+@triton.jit
+def load_keys(
+    source,
+    span,
+    n,
+    stride,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAST_END: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Rows ``n .. n + BLOCK_N`` of a span, ``[BLOCK_N, BLOCK_D]``, by pointers or a descriptor.
+
+    ``PAST_END``: the tile reaches past the sequence. Rows there belong to another one and may hold
+    anything, so they are set to 0. Elsewhere the test is left out: it would send a tile through
+    registers on its way to the tensor cores.
+    """
+    index = n + tl.arange(0, BLOCK_N)
+    if TMA:
+        x = source.load([span.first + n, span.head, 0]).reshape(BLOCK_N, BLOCK_D)
+        if PAST_END:
+            x = tl.where((index < span.count)[:, None], x, 0.0)
+        return x
+    else:
+        source += span.head * stride[1]
+        ok = index < span.count
+        return load_rows(source, span.first + index, ok, stride[0], D, BLOCK_D, PAST_END)

@@ -45,7 +45,7 @@ MOST_REGISTERS = 255
 
 
 class Tile(NamedTuple):
-    """How one kernel is cut: a constant that it is compiled for.
+    """Tile sizes and launch options of one kernel, a constant that it is compiled for.
 
     Attributes:
         rows: rows of a tile of queries (queries by heads; in selection queries alone).
@@ -78,7 +78,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileKey:
-    """What a tile is looked up by.
+    """Key of a tile in the tables.
 
     Attributes:
         kernel: name of the kernel, for example ``window_attention_fwd``.
@@ -129,72 +129,27 @@ def load_table(path: Path) -> TileTable:
     Raises:
         ValueError: the file is not such a table; the message names the file and the row.
     """
-    where = f"tuning table {path.name}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        hint = "Make it again with: nsa bench tune"
-        raise UserError("load_table", where, "be JSON", error, hint) from error
-    sound = (
-        isinstance(content, dict)
-        and isinstance(content.get("gpu"), str)
-        and isinstance(content.get("rows"), list)
-    )
-    check(sound, "load_table", where, 'hold "gpu" and "rows"', type(content).__name__)
+    where, hint = f"tuning table {path.name}", "Make it again with: nsa bench tune"
     rows: dict[TileKey, Tile] = {}
     notes: dict[TileKey, Mapping[str, Any]] = {}
-    for number, row in enumerate(content["rows"], start=1):
-        name = f"{where}: row {number}"
-        key = _part(name, row, TileKey, (str, int))
-        check(key not in rows, "load_table", name, "name a kernel and sizes of its own", key)
-        rows[key] = _part(
-            f"{where}: the tile of row {number}", row.get("tile"), Tile, (int, type(None))
-        )
-        notes[key] = {
-            name: value
-            for name, value in row.items()
-            if name not in ("kernel", "head_size", "element_size", "tile")
-        }
-    return TileTable(content["gpu"], rows, notes)
-
-
-def _part(argument: str, values: Any, kind: type[Any], types: tuple[type, ...]) -> Any:
-    """A tile or its key from a JSON object; of a tile no unknown field is lost in silence."""
-    check(isinstance(values, dict), "load_table", argument, "be an object", values)
-    known = set(kind.__annotations__)
-    needed = (
-        {"kernel", "head_size", "element_size"}
-        if kind is TileKey
-        else {"rows", "keys", "warps", "stages"}
-    )
-    check(
-        needed <= set(values),
-        "load_table",
-        argument,
-        f"have {', '.join(sorted(needed))}",
-        sorted(values),
-    )
-    unknown = sorted(set(values) - known) if kind is Tile else []
-    check(
-        not unknown,
-        "load_table",
-        argument,
-        f"have no other fields than {', '.join(sorted(known))}",
-        unknown,
-    )
-    wrong = {
-        name: values[name] for name in known & set(values) if not isinstance(values[name], types)
-    }
-    check(not wrong, "load_table", argument, "hold whole numbers, true or false", wrong)
-    sizes = [values[name] for name in needed - {"kernel"}]
-    check(
-        all(type(size) is int and size > 0 for size in sizes),
-        "load_table",
-        argument,
-        "have positive sizes",
-        sizes,
-    )
-    return kind(**{name: values[name] for name in known & set(values)})
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        gpu = content["gpu"]
+        for number, row in enumerate(content["rows"], start=1):
+            where = f"tuning table {path.name}: row {number}"
+            note = dict(row)
+            key = TileKey(*(note.pop(name) for name in ("kernel", "head_size", "element_size")))
+            tile = Tile(**note.pop("tile"))
+            sizes = (key.head_size, key.element_size, *tile[:4])
+            is_new = key not in rows
+            check(is_new, "load_table", where, "name a kernel and sizes of its own", key)
+            is_sound = all(type(size) is int and size > 0 for size in sizes)
+            check(is_sound, "load_table", where, "have positive whole numbers as sizes", sizes)
+            rows[key], notes[key] = tile, note
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        rule = "be JSON with gpu, rows, and in each row kernel, head_size, element_size and tile"
+        raise UserError("load_table", where, rule, error, hint) from error
+    return TileTable(gpu, rows, notes)
 
 
 def table_text(table: TileTable) -> str:
@@ -293,10 +248,10 @@ _choose: Choose | None = None
 
 @contextmanager
 def tiles_chosen_by(choose: Choose) -> Iterator[None]:
-    """Within, every look-up goes through ``choose(key, tile of the table)``.
+    """Context manager: pass every look-up through ``choose(key, tile of the table)``.
 
-    For the benchmark and for tuning alone.     It holds for the whole process and not for a thread,
-    because the backward pass runs in threads of autograd.
+    For the benchmark and for tuning. It applies to the whole process and not to a thread, because
+    the backward pass runs in threads of autograd.
     """
     global _choose
     assert _choose is None, "choices of tiles do not nest"
@@ -308,7 +263,7 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
 
 
 def tiles_are_chosen() -> bool:
-    """Whether :func:`tiles_chosen_by` is active: recorded launches may then have other tiles."""
+    """Whether :func:`tiles_chosen_by` is active: remembered plans may have other tiles."""
     return _choose is not None
 
 

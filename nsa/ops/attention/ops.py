@@ -15,29 +15,66 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._limits import check_keys, check_queries
-from nsa.ops._operator import Call, register_attention
-from nsa.ops._range import (
-    KeyRange,
-    RangeInputs,
-    RangeResults,
-    new_range_backward,
-    range_key_gradients,
-    range_query_gradient,
-    rows,
+from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import Gated, rows
+from nsa.ops._operator import Call, KeyRange, register_attention
+from nsa.ops._side_stream import fork_join
+from nsa.ops.combination.ops import run_combine
+from nsa.ops.range.ops import (
     run_range_attention,
 )
-from nsa.ops._side_stream import fork_join
-from nsa.ops.attention.inputs import BranchInputs
-from nsa.ops.combination.ops import run_combine
-from nsa.ops.selected.ops import (
-    SelectedInputs,
-    SelectedResults,
-    run_selected_backward,
-    run_selected_forward,
-)
-from nsa.ops.selection.ops import SelectionInputs, new_selection, select_blocks_by_kernel
+from nsa.ops.range.reference import RangeInputs, RangeResults
+from nsa.ops.selected.ops import run_selected_backward, run_selected_forward
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
+from nsa.ops.selection.ops import new_selection, select_blocks_by_kernel
+from nsa.ops.selection.reference import SelectionInputs
 from nsa.stages import COMPRESSED, GATES, SELECTED, SELECTION, WINDOW, stage
+
+
+class BranchInputs(NamedTuple):
+    """Inputs of the three branches and their gated sum. Tensors of a disabled branch are None.
+
+    Attributes:
+        q: rotated queries ``[T, Hq, D]``.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+        k_cmp: compressed keys, rotated, ``[C, Hkv, D]``; None where no blocks are scored.
+        v_cmp: compressed values ``[C, Hkv, Dv]``.
+        k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
+        v_slc: values of the selected branch ``[S, Hkv, Dv]``.
+        k_win: rotated keys of the window ``[S, Hkv, D]``.
+        v_win: values of the window ``[S, Hkv, Dv]``.
+        gates: ``[T, Hq, 3]``.
+    """
+
+    q: Tensor
+    q_cmp: Tensor | None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
+    k_slc: Tensor | None
+    v_slc: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    gates: Tensor
+
+    @property
+    def scoring_queries(self) -> Tensor:
+        """Queries of the compressed branch and of the scores."""
+        return self.q if self.q_cmp is None else self.q_cmp
+
+
+class AttentionResult(NamedTuple):
+    """Results of attention besides gradients.
+
+    Attributes:
+        out: ``[T, Hq, Dv]``.
+        block_indices: the selected blocks, int32 ``[T, Hkv, n]``; None without the selected branch.
+        tile_stats: int64 ``[2]``: the counters by which its algorithm was chosen, 0 where shapes
+            alone chose it; None without the branch, and for the reference.
+    """
+
+    out: Tensor
+    block_indices: Tensor | None
+    tile_stats: Tensor | None
 
 
 class AttentionResults(NamedTuple):
@@ -64,22 +101,22 @@ class AttentionResults(NamedTuple):
 
     @property
     def compressed(self) -> RangeResults:
-        """Of the compressed branch."""
+        """Results of the compressed branch."""
         return RangeResults(self.out_cmp, self.lse_cmp)
 
     @property
     def selected(self) -> SelectedResults:
-        """Of the selected branch."""
+        """Results of the selected branch."""
         return SelectedResults(self.out_slc, self.lse_slc, self.order, self.tile_stats)
 
     @property
     def window(self) -> RangeResults:
-        """Of the window."""
+        """Results of the window."""
         return RangeResults(self.out_win, self.lse_win)
 
 
 def _compressed(inputs: BranchInputs) -> RangeInputs | None:
-    """Of the compressed branch; for lse alone the keys stand in for the values."""
+    """Inputs of the compressed branch; the keys replace the values if only lse is needed."""
     if inputs.k_cmp is None:
         return None
     values = inputs.k_cmp if inputs.v_cmp is None else inputs.v_cmp
@@ -118,7 +155,7 @@ def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 
 def _finished(inputs: BranchInputs, results: AttentionResults, out: Tensor) -> AttentionResults:
-    """With the gated sum, and without the output of a compressed branch that only scores blocks."""
+    """Add the gated sum, and drop the output of a compressed branch that only scores blocks."""
     out_cmp = out.new_empty(0) if inputs.v_cmp is None else results.out_cmp
     return results._replace(out=out, out_cmp=out_cmp)
 
@@ -170,7 +207,7 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 
 def _check_numbers(inputs: BranchInputs) -> None:
-    """Under the names of the caller's arguments; the branches would call them otherwise."""
+    """Check numbers under the names of the caller's arguments, which differ in the branches."""
     check_queries("native_sparse_attention", inputs.q)
     for argument in ("k_slc", "k_win"):
         k = getattr(inputs, argument)
@@ -182,7 +219,7 @@ def _backward(
     inputs: BranchInputs, results: AttentionResults, dout: Tensor, call: Call
 ) -> BranchInputs:
     """The gradients; of keys that only score blocks, and of their queries, there is none."""
-    from nsa.ops._triton.layout import Gated
+    from nsa.ops.range.launch import RangeBackward
 
     inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
     dout = rows(dout)
@@ -193,18 +230,19 @@ def _backward(
     if inputs.q_cmp is not None and inputs.v_cmp is not None:
         dq_cmp = inputs.q.new_empty(inputs.q.shape)
     cmp = win = dkv_slc = None
+    scale = call.softmax_scale
     adds = False
     compressed = None if inputs.v_cmp is None else _compressed(inputs)
     if compressed is not None:
         into = dq if dq_cmp is None else dq_cmp
-        given = (compressed, results.compressed, dout, into, KeyRange.of_blocks(call), call)
+        given = (compressed, results.compressed, dout, into, KeyRange.of_blocks(call), scale)
         gated = Gated(inputs.gates, dgates)
-        cmp = new_range_backward("compressed_attention", *given, gated)
+        cmp = RangeBackward.new("compressed_attention", *given, gated)
         adds = dq_cmp is None
     if (window := _window(inputs)) is not None:
-        given = (window, results.window, dout, dq, KeyRange.of_window(call), call)
+        given = (window, results.window, dout, dq, KeyRange.of_window(call), scale)
         gated = Gated(inputs.gates, dgates, adds)
-        win = new_range_backward("window_attention", *given, gated)
+        win = RangeBackward.new("window_attention", *given, gated)
         adds = True
     if (selected := _selected(inputs, results.block_indices)) is not None:
         dkv_slc = (selected.k.new_empty(selected.k.shape), selected.v.new_empty(selected.v.shape))
@@ -215,11 +253,11 @@ def _backward(
         with streams.on_side():
             if cmp is not None:
                 with stage(COMPRESSED):
-                    range_query_gradient(cmp)
+                    cmp.query_gradient()
             wait_cmp = streams.record()
             if win is not None:
                 with stage(WINDOW):
-                    range_query_gradient(win)
+                    win.query_gradient()
             wait_win = streams.record()
             if selected is not None and dkv_slc is not None:
                 grads, gated = (dq, *dkv_slc), Gated(inputs.gates, dgates, adds)
@@ -230,11 +268,11 @@ def _backward(
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):
-                dkv_cmp = range_key_gradients(cmp)
+                dkv_cmp = cmp.key_gradients()
         wait_win()
         if win is not None:
             with stage(WINDOW):
-                dkv_win = range_key_gradients(win)
+                dkv_win = win.key_gradients()
     has_dq = adds or dkv_slc is not None
     of_keys = (*dkv_cmp, *(dkv_slc or (None, None)), *dkv_win)
     return BranchInputs._make((dq if has_dq else None, dq_cmp, *of_keys, dgates))

@@ -8,8 +8,8 @@ from torch import Tensor
 from nsa.config import BRANCHES
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
+from nsa.ops._masked_attention import accumulate_dtype
 from nsa.ops.combination.ops import combine_op, present
-from nsa.ops.combination.reference import combine_reference
 from nsa.stages import GATES, in_stage
 
 __all__ = ["combine"]
@@ -55,3 +55,14 @@ def combine(
         return combine_op(branches, columns, gates)
     with torch.autocast(gates.device.type, enabled=False):
         return combine_reference((out_cmp, out_slc, out_win), gates)
+
+
+def combine_reference(
+    branches: tuple[Tensor | None, Tensor | None, Tensor | None], gates: Tensor
+) -> Tensor:
+    """See :func:`nsa.combine`; ``branches`` are cmp, slc, win."""
+    on = [(out, gates[..., index, None]) for index, out in enumerate(branches) if out is not None]
+    dtype = accumulate_dtype(on[0][0])
+    total = sum(out.to(dtype) * gate.to(dtype) for out, gate in on)
+    assert isinstance(total, Tensor)
+    return total.to(on[0][0].dtype)

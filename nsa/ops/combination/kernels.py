@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.tiles import VARYING
+from nsa.ops._triton.tiles import VARYING, load_fp32
 
 
 @triton.jit

@@ -5,11 +5,15 @@ Triton is loaded when an operator first runs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from nsa.ops._plan import once
 from nsa.ops._register import register
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.kernel import Launch
 
 BLOCK_ROWS = 16
 
@@ -31,11 +35,9 @@ def _forward(branches: list[Tensor], columns: list[int], gates: Tensor) -> Tenso
     from nsa.ops.combination.kernels import combine_fwd_kernel
 
     out = _fake(branches, columns, gates)
-    grid, num_rows, constants = _launch_of(out)
-    if num_rows:
-        combine_fwd_kernel[grid](
-            gates.contiguous(), tuple(branches), out, num_rows, ON=tuple(columns), **constants
-        )
+    if out.numel():
+        launch = once(lambda: _launch(combine_fwd_kernel, out, ON=tuple(columns)))
+        launch(gates.contiguous(), tuple(branches), out, out.numel() // out.shape[-1])
     return out
 
 
@@ -46,30 +48,28 @@ def _backward(
     from nsa.ops.combination.kernels import combine_bwd_kernel
 
     *grads, dgates = _fake_backward(branches, columns, gates, dout)
-    grid, num_rows, constants = _launch_of(dout)
-    if num_rows:
-        combine_bwd_kernel[grid](
+    if dout.numel():
+        on, off = tuple(columns), tuple({0, 1, 2} - {*columns})
+        launch = once(lambda: _launch(combine_bwd_kernel, dout, ON=on, OFF=off))
+        launch(
             gates.contiguous(),
             tuple(branches),
             dout.contiguous(),
             tuple(grads),
             dgates,
-            num_rows,
-            ON=tuple(columns),
-            OFF=tuple({0, 1, 2} - {*columns}),
-            **constants,
+            dout.numel() // dout.shape[-1],
         )
     return [*grads, dgates]
 
 
-def _launch_of(out: Tensor) -> tuple[tuple[int], int, dict[str, int]]:
-    """Grid, number of rows and constants of both kernels."""
-    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+def _launch(kernel: Any, out: Tensor, **constants: Any) -> Launch:
+    """Launch of a kernel over the rows of an output or its gradient."""
+    from nsa.ops._layout import cdiv, next_power_of_2
+    from nsa.ops._triton.kernel import Launch
 
     size = out.shape[-1]
-    num_rows = out.numel() // size
-    constants = {"DV": size, "BLOCK_R": BLOCK_ROWS, "BLOCK_DV": next_power_of_2(size)}
-    return (cdiv(num_rows, BLOCK_ROWS),), num_rows, {**constants, "num_warps": 4}
+    constants |= {"DV": size, "BLOCK_R": BLOCK_ROWS, "BLOCK_DV": next_power_of_2(size)}
+    return Launch(kernel, (cdiv(out.numel() // size, BLOCK_ROWS),), **constants, num_warps=4)
 
 
 def _fake(branches: list[Tensor], columns: list[int], gates: Tensor) -> Tensor:

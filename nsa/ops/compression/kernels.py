@@ -15,13 +15,18 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.rotation import partner_column, rotation
-from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+from nsa.ops._triton.tiles import (
+    VARYING,
+    find_tile,
+    load_fp32,
+    partner_column,
+    rotation,
+    sequence_rows,
+)
 
 
 class Sizes(NamedTuple):
-    """What the kernels are compiled for.
+    """Sizes that the kernels are compiled for.
 
     Attributes:
         HKV: KV heads.
@@ -48,7 +53,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def y_offset(first_y, block, head, num_rows, SIZES: tl.constexpr):
-    """Where blocks of a head of a sequence begin in y, elements."""
+    """Offset in y, elements, of blocks of a head of a sequence."""
     if SIZES.WHOLE:
         return (head.to(tl.int64) * num_rows + first_y + block) * (SIZES.L * SIZES.D)
     else:
@@ -57,7 +62,7 @@ def y_offset(first_y, block, head, num_rows, SIZES: tl.constexpr):
 
 @triton.jit
 def first_position(starts_ptr, sequence, position_offset):
-    """Where the first block of a sequence is rotated."""
+    """Position at which the first block of a sequence is rotated."""
     if starts_ptr is None:
         return position_offset
     else:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._limits import check_keys
-from nsa.ops._range import rows
+from nsa.ops._checks import check_keys
+from nsa.ops._layout import rows
+from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
@@ -57,30 +58,28 @@ class Blocks(NamedTuple):
     middle: int
 
     def sequences(self, like: Tensor) -> Sequences:
-        """Where the sequences lie, in tokens and in compressed rows."""
+        """Return the sequences, in tokens and in compressed rows."""
         offsets = None if self.cu is None or self.cu_cmp is None else (self.cu, self.cu_cmp)
         return Sequences(offsets, self.num_sequences, self.len_x, self.len_cmp, like.device)
 
-    def launch(
-        self, like: Tensor, num_heads: int, rope_text: str
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What every kernel takes of the rotation, and its constants and options.
+    def rotation(self, like: Tensor, rope_text: str) -> tuple[Any, ...]:
+        """Arguments of every kernel that describe the rotation.
 
-        The rotation is radians a position, fp32 ``[rope.dim / 2]``, factor, position of a block at
-        the start of a sequence, and :attr:`starts`.
+        They are radians a position, fp32 ``[rope.dim / 2]``, factor, position of a block at the
+        start of a sequence, and :attr:`starts`.
         """
-        from nsa.ops._triton.sizes import next_power_of_2
+        if not rope_text:
+            return None, 1.0, 0, None
+        rope = Rope.from_text(rope_text)
+        table, offset = frequency_table(rope, like.device), rope.position_offset + self.middle
+        return table, rope.magnitude, offset, self.starts
+
+    def constants(self, like: Tensor, num_heads: int, rope_text: str) -> dict[str, Any]:
+        """Constants and options of every kernel."""
+        from nsa.ops._layout import next_power_of_2
         from nsa.ops.compression.kernels import Sizes
 
-        rotary = 0
-        rotation: tuple[Any, ...] = (None, 1.0, 0, None)
-        if rope_text:
-            rope = Rope.from_text(rope_text)
-            table = frequency_table(rope, like.device)
-            rotary = rope.dim
-            offset = rope.position_offset + self.middle
-            rotation = (table, rope.magnitude, offset, self.starts)
-        size = like.shape[-1]
+        rotary, size = Rope.from_text(rope_text).dim if rope_text else 0, like.shape[-1]
         tile = (BLOCK_ROWS, next_power_of_2(size))
         ahead = max(1, LOADED_BYTES // (tile[1] * like.element_size()))
         sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile, ahead)
@@ -88,7 +87,7 @@ class Blocks(NamedTuple):
         options = {"num_warps": 4 if size <= 128 else 8}
         if self.whole:
             options["maxnreg"] = REGISTERS
-        return rotation, {"SIZES": sizes, **options}
+        return {"SIZES": sizes, **options}
 
 
 def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
@@ -97,27 +96,31 @@ def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list
 
 
 def _compress(x: Tensor, weight: Tensor | None, rope: str, *rest: Any) -> Tensor:
+    from nsa.ops._triton.kernel import Launch
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
-    blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(x)
+    blocks = Blocks(*rest)
     check_keys("compress", "x", x)
-    x, y = rows(x), _result(x, blocks)
+    sequences, x, y = blocks.sequences(x), rows(x), _result(x, blocks)
     num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
     num_tiles = sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
-    rotation, constants = blocks.launch(x, num_heads, rope)
-    if x.shape[-1] > 128:
-        constants["maxnreg"] = REGISTERS
+
+    def plan() -> Launch:
+        constants = blocks.constants(x, num_heads, rope)
+        if x.shape[-1] > 128:
+            constants["maxnreg"] = REGISTERS
+        return Launch(compress_fwd_kernel, (num_tiles, num_heads), **constants)
+
     if num_tiles and num_rows:
-        compress_fwd_kernel[(num_tiles, num_heads)](
+        once(plan)(
             x,
             None if weight is None else weight.contiguous(),
             y,
             *sequences.arguments(),
             num_rows,
-            *rotation,
+            *blocks.rotation(x, rope),
             x.stride(0),
             x.stride(1),
-            **constants,
         )
     return y
 
@@ -142,7 +145,7 @@ def _backward(
     num_tokens: int,
     *rest: Any,
 ) -> list[Tensor]:
-    """Of each tensor dx ``[num_tokens, Hkv, D]`` and, with weights, theirs ``[Hkv, l, D]``."""
+    """Gradients dx ``[num_tokens, Hkv, D]`` and, if any, dweight ``[Hkv, l, D]`` of each tensor."""
     given = zip(dys, xs, weights, Blocks(*rest).ropes, strict=True)
     return [y for of_one in given for y in _gradients_of(*of_one, num_tokens, *rest)]
 
@@ -150,27 +153,38 @@ def _backward(
 def _gradients_of(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, *rest: Any
 ) -> list[Tensor]:
-    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+    from nsa.ops._layout import cdiv, next_power_of_2
+    from nsa.ops._triton.kernel import Launch
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
-    blocks, sequences = Blocks(*rest), Blocks(*rest).sequences(dy)
+    blocks = Blocks(*rest)
+    sequences = blocks.sequences(dy)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
     dx, *_ = _gradients([dy], [x], [weight], num_tokens, *rest)
     num_heads = dx.shape[1]
-    rotation, constants = blocks.launch(dx, num_heads, rope)
-    num_rows = num_tokens // blocks.stride
+    rotation, num_rows = blocks.rotation(dx, rope), num_tokens // blocks.stride
     num_tiles = sequences.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
     if num_tiles and num_tokens:
-        compress_dx_kernel[(num_tiles, num_heads)](
-            dy, weight, dx, *sequences.arguments(), num_rows, *rotation, **constants
+        constants = blocks.constants
+        launch = once(
+            lambda: Launch(
+                compress_dx_kernel, (num_tiles, num_heads), **constants(dx, num_heads, rope)
+            )
         )
+        launch(dy, weight, dx, *sequences.arguments(), num_rows, *rotation)
     if weight is None or x is None:
         return [dx]
     x, num_tiles = rows(x), sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
     parts = max(1, min(WEIGHT_PARTS, num_tiles))
     dw = x.new_empty(parts, *weight.shape, dtype=torch.float32)
-    tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
-    compress_dw_kernel[(parts, num_heads, cdiv(blocks.size, tile))](
+
+    def plan() -> Launch:
+        constants = blocks.constants(dx, num_heads, rope) | {"maxnreg": REGISTERS}
+        tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
+        grid = (parts, num_heads, cdiv(blocks.size, tile))
+        return Launch(compress_dw_kernel, grid, **constants, BLOCK_L=tile)
+
+    once(plan)(
         dy,
         x,
         dw,
@@ -179,9 +193,6 @@ def _gradients_of(
         *rotation,
         x.stride(0),
         x.stride(1),
-        **constants,
-        BLOCK_L=tile,
-        maxnreg=REGISTERS,
     )
     return [dx, dw.sum(0).to(weight.dtype)]
 

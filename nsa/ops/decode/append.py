@@ -13,11 +13,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa.ops._constants import Constants
-from nsa.ops._triton.dependent_launch import wait_for_inputs
-from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.rotation import partner_column, rotation
+from nsa.ops._plan import Constants
+from nsa.ops._triton.kernel import kernel, wait_for_inputs
+from nsa.ops._triton.tiles import load_fp32, partner_column, rotation
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, compressed_rows, page_rows
 
 
@@ -116,7 +114,7 @@ def raw_rows(
 
 @triton.jit
 def perceptron(source, phi_ptrs, head, block, P: tl.constexpr, PLAN: tl.constexpr, K: tl.constexpr):
-    """What phi ``mlp`` adds to the mean of a block, ``[BLOCK_D]`` fp32."""
+    """Term ``[BLOCK_D]`` fp32 that phi ``mlp`` adds to the mean of a block."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     HIDDEN: tl.constexpr = PLAN.streams[K].hidden
     FIRST: tl.constexpr = 3 * PLAN.streams[K].compresses

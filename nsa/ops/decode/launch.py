@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._triton.dependent_launch import starts_early
-from nsa.ops._triton.layout import Heads, block_of
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops._layout import Heads, block_of, cdiv, next_power_of_2
+from nsa.ops._plan import once, planned
+from nsa.ops._register import guarded
+from nsa.ops._triton.kernel import Launch, starts_early
 from nsa.ops.compression.reference import PhiWeights, rotated_place
+from nsa.ops.decode import CacheTensors, NewTokens
 from nsa.ops.decode.append import AppendPlan, Stream, decode_append_kernel
 from nsa.ops.decode.layout import Pattern, Splits
 from nsa.ops.decode.merge import decode_merge_kernel
 from nsa.ops.decode.scan import decode_scan_kernel
 from nsa.ops.decode.select import decode_select_kernel
-from nsa.ops.decode.tensors import CacheTensors, NewTokens
 from nsa.ops.selection.launch import Selection
 from nsa.rope import Rope, frequency_table
 
@@ -45,7 +46,7 @@ FEW_TOKENS = 2
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
-    """What the kernels are compiled for."""
+    """Return the constants that the kernels are compiled for."""
     ring = 0 if cache.k_win is None else cache.k_win.shape[0] // cache.num_sequences
     return Pattern(
         config.num_kv_heads,
@@ -68,47 +69,76 @@ def append(
     config: NSAConfig,
     queries: int,
 ) -> None:
-    """Take in ``queries`` tokens of each sequence, and compress the blocks that they complete."""
-    streams, inputs, targets = list[Stream](), list[Tensor](), list[Tensor]()
-    rotation = None if config.compress_rope == "none" else rope
-    for name in NewTokens._fields:
-        x, target = getattr(new, name), getattr(cache, name)
-        if x is None or target is None:
-            continue
-        raw, size = name.endswith("raw"), x.shape[-1]
-        rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
-        rotary = rotation.dim if rotation is not None and name == "k_raw" else 0
-        hidden = config.compress_hidden_size or 2 * size
-        compresses = (0 if name[0] == "k" else 1) if raw else -1
-        streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
-        inputs.append(x.contiguous())
-        targets.append(target)
+    """Append ``queries`` tokens of each sequence, and compress the blocks that they complete."""
     weights = list[Tensor]()
     for part in phi or ():
         found = (part.weight, part.position, part.w1, part.w2)
         weights += [x.contiguous() for x in found if x is not None]
-    compressed = [x for x in (cache.k_cmp, cache.v_cmp) if x is not None]
-    offset = rotated_place(config) + (0 if rotation is None else rotation.position_offset)
-    decode_append_kernel[(cache.num_sequences, config.num_kv_heads, len(streams))](
+    rotation = "" if rope is None or config.compress_rope == "none" else rope.text
+    _append(new, cache, weights, rotation, config.text, queries)
+
+
+@guarded
+@planned
+def _append(
+    new: NewTokens,
+    cache: CacheTensors,
+    weights: list[Tensor],
+    rope_text: str,
+    config_text: str,
+    queries: int,
+) -> None:
+    rope = Rope.from_text(rope_text) if rope_text else None
+    pairs = [
+        (x, target)
+        for x, target in zip(new, cache[: len(new)], strict=True)
+        if x is not None and target is not None
+    ]
+    config = NSAConfig.from_text(config_text)
+    launch = once(lambda: _plan_append(new, cache, rope, config, queries))
+    offset = rotated_place(config) + (0 if rope is None else rope.position_offset)
+    launch(
         cache.table,
         cache.lengths,
-        tuple(inputs),
-        tuple(targets),
-        tuple(compressed) or None,
+        tuple(x.contiguous() for x, _ in pairs),
+        tuple(target for _, target in pairs),
+        tuple(x for x in (cache.k_cmp, cache.v_cmp) if x is not None) or None,
         tuple(weights) or None,
-        None if rotation is None else frequency_table(rotation, cache.table.device),
+        None if rope is None else frequency_table(rope, cache.table.device),
         cache.table.shape[1],
-        1.0 if rotation is None else rotation.magnitude,
+        1.0 if rope is None else rope.magnitude,
         offset,
+    )
+
+
+def _plan_append(
+    new: NewTokens, cache: CacheTensors, rope: Rope | None, config: NSAConfig, queries: int
+) -> Launch:
+    streams = list[Stream]()
+    for name in NewTokens._fields:
+        x, target = getattr(new, name), getattr(cache, name)
+        if x is None or target is None:
+            continue
+        is_raw, size = name.endswith("raw"), x.shape[-1]
+        rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
+        rotary = rope.dim if rope is not None and name == "k_raw" else 0
+        hidden = config.compress_hidden_size or 2 * size
+        compresses = (0 if name[0] == "k" else 1) if is_raw else -1
+        streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
+    largest_hidden = next_power_of_2(max(stream.hidden for stream in streams))
+    plan = AppendPlan(
+        tuple(streams),
+        config.phi,
+        next_power_of_2(config.compress_block_size),
+        next_power_of_2(queries),
+        min(64, max(16, largest_hidden)),
+    )
+    return Launch(
+        decode_append_kernel,
+        (cache.num_sequences, config.num_kv_heads, len(streams)),
         P=pattern_of(config, cache, queries),
         launch_pdl=starts_early(cache.table),
-        PLAN=AppendPlan(
-            tuple(streams),
-            config.phi,
-            next_power_of_2(config.compress_block_size),
-            next_power_of_2(queries),
-            min(64, max(16, next_power_of_2(max(stream.hidden for stream in streams)))),
-        ),
+        PLAN=plan,
     )
 
 
@@ -160,7 +190,7 @@ class Tiles(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the programs of a step leave for those that merge it.
+    """Partial results of a step, which other programs merge.
 
     Attributes:
         out: share of a branch in every row of queries by heads, fp32 ``[B * Hkv, cmp + win + slc,
@@ -174,91 +204,141 @@ class Shares(NamedTuple):
     scores: Tensor
 
 
-@dataclass(frozen=True)
-class DecodeStep:
-    """Attention of tokens that the cache has just taken in: three launches.
+def attend(
+    q: Tensor,
+    q_cmp: Tensor | None,
+    gates: Tensor,
+    cache: CacheTensors,
+    config: NSAConfig,
+    queries: int,
+    reads: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of tokens that have just been appended to the cache: three launches.
 
-    Attributes:
+    Args:
+        q: rotated queries ``[B * queries, Hq, D]``, contiguous.
+        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+        gates: ``[B * queries, Hq, 3]``, contiguous.
         cache: the layer's part of the cache; ``lengths`` do not count the new tokens yet.
         config: the sparse pattern.
         queries: tokens of each sequence.
-        softmax_scale: factor on all scores.
-        splits: programs for each branch.
         reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the keys that they
             have loaded, with their values; those of the window and the compressed ones once a
             step, those of selected blocks once a query. None: nothing is counted.
+
+    Returns:
+        out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``; None
+        without the selected branch.
+    """
+    groups = cache.num_sequences * config.num_kv_heads
+    most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
+    splits = choose_splits(config, groups, queries, most_blocks)
+    out: tuple[Tensor, Tensor | None]
+    out = _attend(q, q_cmp, gates, cache, config.text, queries, splits, reads)
+    return out
+
+
+@guarded
+@planned
+def _attend(
+    q: Tensor,
+    q_cmp: Tensor | None,
+    gates: Tensor,
+    cache: CacheTensors,
+    config_text: str,
+    queries: int,
+    split_numbers: tuple[int, int, int],
+    reads: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    step = DecodeStep(
+        cache, NSAConfig.from_text(config_text), queries, Splits(*split_numbers), reads
+    )
+    shares = step.new_shares(q)
+    step.scan(q, q if q_cmp is None else q_cmp, shares)
+    ids, others = None, shares.lse.new_empty(0)
+    if step.splits.slc:
+        ids, others = step.select(gates, shares)
+    return step.merge(q, gates, ids, others, shares), ids
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The launches of :func:`attend`.
+
+    Attributes:
+        cache: the layer's part of the cache.
+        config: the sparse pattern.
+        queries: tokens of each sequence.
+        splits: programs for each branch.
+        reads: counters of the keys that are loaded.
     """
 
     cache: CacheTensors
     config: NSAConfig
     queries: int
-    softmax_scale: float
     splits: Splits
-    reads: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, cache: CacheTensors, config: NSAConfig, queries: int, reads: Tensor | None = None
-    ) -> DecodeStep:
-        """With the usual scale and as many programs as a GPU holds."""
-        groups = cache.num_sequences * config.num_kv_heads
-        most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
-        splits = choose_splits(config, groups, queries, most_blocks)
-        return cls(cache, config, queries, config.head_dim**-0.5, splits, reads)
+    reads: Tensor | None
 
     @property
-    def is_small(self) -> bool:
-        """Whether kernels that read keys start while the one before them runs."""
-        return self.cache.num_sequences * self.queries <= FEW_TOKENS
+    def softmax_scale(self) -> float:
+        """Factor on all scores."""
+        return float(self.config.head_dim**-0.5)
 
-    def attend(
-        self, q: Tensor, q_cmp: Tensor | None, gates: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention.
-
-        Args:
-            q: rotated queries ``[B * queries, Hq, D]``, contiguous.
-            q_cmp: queries of the compressed branch and of the scores; None means ``q``.
-            gates: ``[B * queries, Hq, 3]``, contiguous.
-
-        Returns:
-            out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``;
-            None without the selected branch.
-        """
-        config, pattern = self.config, pattern_of(self.config, self.cache, self.queries)
-        groups, rows = self.cache.num_sequences * pattern.HKV, self.queries * pattern.G
+    def new_shares(self, q: Tensor) -> Shares:
+        """Memory for partial results and scores."""
+        config, splits = self.config, self.splits
+        groups = self.cache.num_sequences * config.num_kv_heads
+        rows = self.queries * config.group_size
         most_blocks = self.cache.table.shape[1] * (config.block_size // config.compress_stride)
-        shares = Shares(
-            q.new_empty(groups, sum(self.splits), rows, config.value_dim, dtype=torch.float32),
-            q.new_empty(groups, sum(self.splits), rows, dtype=torch.float32),
+        return Shares(
+            q.new_empty(groups, sum(splits), rows, config.value_dim, dtype=torch.float32),
+            q.new_empty(groups, sum(splits), rows, dtype=torch.float32),
             q.new_empty(
                 (groups, rows, most_blocks) if config.scores_blocks else 0, dtype=torch.float32
             ),
         )
-        sizes = (config.head_dim, config.value_dim)
-        heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
-        constants: dict[str, Any] = {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
-        tiles = Tiles.of(heads, q.element_size())
-        self._scan(q, q if q_cmp is None else q_cmp, shares, tiles, constants)
-        constants["HAS_CMP"] = self.cache.v_cmp is not None
-        ids, others = None, shares.lse.new_empty(0)
-        if self.splits.slc:
-            ids, others = self._select(gates, shares, constants)
-        return self._merge(q, gates, ids, others, shares, tiles, constants), ids
 
-    def _scan(
-        self, q: Tensor, q_cmp: Tensor, shares: Shares, tiles: Tiles, constants: dict[str, Any]
-    ) -> None:
-        """Shares of the compressed branch and of the window, and the scores."""
-        cache, splits, pattern = self.cache, self.splits, constants["P"]
+    def constants(self) -> dict[str, Any]:
+        """Constants of all three kernels."""
+        config = self.config
+        pattern, sizes = (
+            pattern_of(config, self.cache, self.queries),
+            (config.head_dim, config.value_dim),
+        )
+        heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
+        return {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
+
+    def starts_early(self) -> bool:
+        """Whether kernels that read keys start while the one before them runs."""
+        is_small = self.cache.num_sequences * self.queries <= FEW_TOKENS
+        return is_small and starts_early(self.cache.table)
+
+    def scan(self, q: Tensor, q_cmp: Tensor, shares: Shares) -> None:
+        """Partial results of the compressed branch and of the window, and the scores."""
+        cache, splits = self.cache, self.splits
         if not splits.cmp + splits.win:
             return
-        rows = pattern.QUERIES * pattern.G
-        block_m = min(tiles.rows, max(16, next_power_of_2(rows)))
-        # Registers of a program do not hold more: outputs, and scores of a step.
-        block_n = tiles.keys if block_m * tiles.width <= MOST_OUTPUTS else tiles.keys // 2
-        groups = cache.num_sequences * pattern.HKV
-        decode_scan_kernel[(groups, splits.cmp + splits.win, cdiv(rows, block_m))](
+
+        def plan() -> Launch:
+            constants = self.constants()
+            tiles, pattern = Tiles.of(constants["HEADS"], q.element_size()), constants["P"]
+            rows = pattern.QUERIES * pattern.G
+            block_m = min(tiles.rows, max(16, next_power_of_2(rows)))
+            # Registers of a program do not hold more: outputs, and scores of a step.
+            block_n = tiles.keys if block_m * tiles.width <= MOST_OUTPUTS else tiles.keys // 2
+            groups = cache.num_sequences * pattern.HKV
+            return Launch(
+                decode_scan_kernel,
+                (groups, splits.cmp + splits.win, cdiv(rows, block_m)),
+                **constants,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                num_warps=4,
+                launch_pdl=self.starts_early(),
+                num_stages=STAGES,
+            )
+
+        once(plan)(
             q,
             q_cmp,
             cache.k_cmp,
@@ -274,37 +354,52 @@ class DecodeStep:
             cache.table.shape[1],
             shares.scores.shape[-1],
             self.softmax_scale,
-            **constants,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=4,
-            launch_pdl=self.is_small and starts_early(cache.table),
-            num_stages=STAGES,
         )
 
-    def _select(
-        self, gates: Tensor, shares: Shares, constants: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, gates: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         """The selected blocks of every query, int32 ``[T, Hkv, n]``; the other branches' sum."""
-        cache, pattern, selection = self.cache, constants["P"], Selection.of(self.config)
+        cache, config, lse = self.cache, self.config, shares.lse
         tokens, most_blocks = cache.num_sequences * self.queries, cache.table.shape[1]
-        programs, group = tokens * pattern.HKV, next_power_of_2(pattern.G)
-        block_k = next_power_of_2(selection.num_blocks)
-        # A warp alone sorts fastest, until it has too much to hold.
-        is_large = most_blocks > MOST_BLOCKS or group > MOST_HEADS
-        scores = MOST_SCORES * (2 if is_large else 1)
-        ranked = scores // (group * (pattern.BLOCK_SIZE // pattern.STRIDE))
-        block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MOST_RANKED)
-        block_j = max(block_j, block_k, 16)
-        chunks = cdiv(most_blocks, block_j - 1)
-        lse, heads = shares.lse, constants["HEADS"]
+        programs = tokens * config.num_kv_heads
+
+        def plan() -> tuple[int, int, Launch]:
+            constants, selection = self.constants(), Selection.of(config)
+            heads, group = constants["HEADS"], next_power_of_2(config.group_size)
+            block_k = next_power_of_2(selection.num_blocks)
+            # A warp alone sorts fastest, until it has too much to hold.
+            is_large = most_blocks > MOST_BLOCKS or group > MOST_HEADS
+            scores = MOST_SCORES * (2 if is_large else 1)
+            ranked = scores // (group * (config.block_size // config.compress_stride))
+            block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MOST_RANKED)
+            block_j = max(block_j, block_k, 16)
+            chunks = cdiv(most_blocks, block_j - 1)
+            block_o = next_power_of_2(max(self.splits.cmp, self.splits.win))
+            block_o = max(min(block_o, MOST_OUTPUTS // heads.BLOCK_DV), 1)
+            block_h = max(min(group, MOST_OUTPUTS // (heads.BLOCK_DV * block_o)), 1)
+            launch = Launch(
+                decode_select_kernel,
+                (programs, chunks + cdiv(config.group_size, block_h)),
+                **constants,
+                HAS_CMP=cache.v_cmp is not None,
+                COUNTS=selection.counts,
+                BLOCK_G=group,
+                BLOCK_S=next_power_of_2(self.splits.cmp),
+                BLOCK_J=block_j,
+                BLOCK_K=block_k,
+                BLOCK_CHUNKS=next_power_of_2(chunks),
+                BLOCK_H=block_h,
+                BLOCK_O=block_o,
+                num_warps=4 if is_large else 1,
+                launch_pdl=starts_early(cache.table),
+            )
+            return chunks, block_k, launch
+
+        chunks, block_k, launch = once(plan)
         best = lse.new_empty(programs if chunks > 1 else 0, chunks, block_k, dtype=torch.int64)
-        ids = lse.new_empty(tokens, pattern.HKV, selection.num_blocks, dtype=torch.int32)
-        others = lse.new_empty(*shares.out.shape[::2], heads.DV)
-        block_o = next_power_of_2(max(self.splits.cmp, self.splits.win))
-        block_o = max(min(block_o, MOST_OUTPUTS // heads.BLOCK_DV), 1)
-        block_h = max(min(group, MOST_OUTPUTS // (heads.BLOCK_DV * block_o)), 1)
-        decode_select_kernel[(programs, chunks + cdiv(pattern.G, block_h))](
+        shape = (tokens, config.num_kv_heads, config.num_selected_blocks)
+        ids = lse.new_empty(shape, dtype=torch.int32)
+        others = lse.new_empty(*shares.out.shape[::2], config.value_dim)
+        launch(
             shares.scores,
             shares.out,
             lse,
@@ -317,38 +412,40 @@ class DecodeStep:
             shares.scores.shape[-1],
             chunks,
             self.softmax_scale,
-            selection.num_init,
-            selection.num_local,
-            **constants,
-            COUNTS=selection.counts,
-            BLOCK_G=group,
-            BLOCK_S=next_power_of_2(self.splits.cmp),
-            BLOCK_J=block_j,
-            BLOCK_K=block_k,
-            BLOCK_CHUNKS=next_power_of_2(chunks),
-            BLOCK_H=block_h,
-            BLOCK_O=block_o,
-            num_warps=4 if is_large else 1,
-            launch_pdl=starts_early(cache.table),
+            config.num_init_blocks,
+            config.num_local_blocks,
         )
         return ids, others
 
-    def _merge(
-        self,
-        q: Tensor,
-        gates: Tensor,
-        ids: Tensor | None,
-        others: Tensor,
-        shares: Shares,
-        tiles: Tiles,
-        constants: dict[str, Any],
+    def merge(
+        self, q: Tensor, gates: Tensor, ids: Tensor | None, others: Tensor, shares: Shares
     ) -> Tensor:
         """Attention over the selected blocks, and the gated sum ``[T, Hq, Dv]``."""
-        cache, pattern, slc = self.cache, constants["P"], self.splits.slc
-        out = q.new_empty(*q.shape[:2], self.config.value_dim)
-        block_g = min(next_power_of_2(pattern.G), tiles.rows, MOST_OUTPUTS // tiles.width)
-        programs = cache.num_sequences * pattern.HKV * self.queries
-        decode_merge_kernel[(programs, max(slc, 1), cdiv(pattern.G, block_g))](
+        cache, config, slc = self.cache, self.config, self.splits.slc
+        out = q.new_empty(*q.shape[:2], config.value_dim)
+
+        def plan() -> Launch:
+            constants = self.constants()
+            heads, group_size = constants["HEADS"], config.group_size
+            tiles = Tiles.of(heads, q.element_size())
+            block_g = min(next_power_of_2(group_size), tiles.rows, MOST_OUTPUTS // tiles.width)
+            programs = cache.num_sequences * config.num_kv_heads * self.queries
+            return Launch(
+                decode_merge_kernel,
+                (programs, max(slc, 1), cdiv(group_size, block_g)),
+                **constants,
+                HAS_CMP=cache.v_cmp is not None,
+                BLOCK_M=max(16, block_g),
+                BLOCK_G=block_g,
+                BLOCK_N=min(tiles.keys, config.block_size),
+                BLOCK_S=max(4096 // (block_g * heads.BLOCK_DV), 1),
+                BLOCK_IDS=next_power_of_2(config.num_selected_blocks),
+                num_warps=4,
+                launch_pdl=self.starts_early(),
+                num_stages=STAGES,
+            )
+
+        once(plan)(
             q,
             gates,
             ids,
@@ -364,14 +461,5 @@ class DecodeStep:
             self.reads,
             cache.table.shape[1],
             self.softmax_scale,
-            **constants,
-            BLOCK_M=max(16, block_g),
-            BLOCK_G=block_g,
-            BLOCK_N=min(tiles.keys, pattern.BLOCK_SIZE),
-            BLOCK_S=max(4096 // (block_g * constants["HEADS"].BLOCK_DV), 1),
-            BLOCK_IDS=next_power_of_2(pattern.N),
-            num_warps=4,
-            launch_pdl=self.is_small and starts_early(cache.table),
-            num_stages=STAGES,
         )
         return out

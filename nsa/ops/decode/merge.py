@@ -5,9 +5,7 @@
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.arrival import is_last
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 from nsa.ops._triton.tiles import (
     LOG2_E,
     load_rows,
@@ -17,8 +15,16 @@ from nsa.ops._triton.tiles import (
     softmax_step,
     store_rows,
 )
-from nsa.ops.decode.layout import CAPACITIES, count_reads, query_rows
-from nsa.ops.decode.shares import gated_branch, gated_sum, load_gate, store_partial
+from nsa.ops.decode.layout import (
+    CAPACITIES,
+    count_reads,
+    gated_branch,
+    gated_sum,
+    is_last,
+    load_gate,
+    query_rows,
+    store_partial,
+)
 
 
 @triton.jit

@@ -5,8 +5,7 @@
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 from nsa.ops._triton.tiles import (
     LOG2_E,
     load_rows,
@@ -21,8 +20,8 @@ from nsa.ops.decode.layout import (
     compressed_rows,
     count_reads,
     query_rows,
+    store_partial,
 )
-from nsa.ops.decode.shares import store_partial
 
 
 @triton.jit

@@ -5,13 +5,10 @@
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.arrival import is_last
-from nsa.ops._triton.dependent_launch import wait_for_inputs
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
-from nsa.ops.decode.layout import CAPACITIES, complete_blocks, query_rows
-from nsa.ops.decode.shares import gated_sum
-from nsa.ops.selection.scores import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
+from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
+from nsa.ops.selection.kernels import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
 
 
 @triton.jit

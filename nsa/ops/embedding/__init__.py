@@ -2,13 +2,99 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
-from nsa.ops.embedding.ops import embed_op
+from nsa.ops._plan import once
+from nsa.ops._register import register
+
+BLOCK_ROWS = 16
+BLOCK_COLUMNS = 256
+# Occurrences of one token that one program adds up.
+PIECE = 64
+
+
+def _forward(tokens: Tensor, weight: Tensor) -> Tensor:
+    return functional.embedding(tokens, weight)
+
+
+def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    """Gradient ``[num_rows, width]`` of the table from that of its rows ``[*tokens.shape, width]``.
+
+    The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
+    frequent token: first the sum of each piece, then of each token's pieces.
+    """
+    from nsa.ops._layout import cdiv
+    from nsa.ops._triton.kernel import Launch
+    from nsa.ops.embedding.kernels import sum_rows_kernel
+
+    dout, tokens = dout.flatten(0, -2).contiguous(), tokens.flatten()
+    num_tokens, width = dout.shape
+    ordered, order = torch.sort(tokens, stable=True)
+    rows = torch.arange(num_rows + 1, dtype=tokens.dtype, device=dout.device)
+    begin = torch.searchsorted(ordered, rows)
+    num_pieces = (begin.diff() + PIECE - 1) // PIECE
+    pieces_before = functional.pad(num_pieces.cumsum(0), (1, 0))
+    # As many pieces as these shapes can need, so that the host need not wait; those that are not
+    # needed are empty.
+    most_pieces = min(num_rows, num_tokens) + num_tokens // PIECE
+    piece = torch.arange(most_pieces, device=dout.device)
+    owner = torch.searchsorted(pieces_before[1:], piece, right=True)
+    start = torch.clamp(begin[owner] + PIECE * (piece - pieces_before[owner]), max=num_tokens)
+    stop = torch.minimum(start + PIECE, begin[torch.clamp(owner + 1, max=num_rows)])
+    partial = dout.new_empty(most_pieces, width, dtype=torch.float32)
+    dweight = dout.new_empty(num_rows, width)
+    for x, order_of_x, first, last, out in (
+        (dout, order, start, stop, partial),
+        (partial, None, pieces_before[:-1], pieces_before[1:], dweight),
+    ):
+        if out.numel():
+            grid = (out.shape[0], cdiv(width, BLOCK_COLUMNS))
+            sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": BLOCK_COLUMNS, "num_warps": 4}
+            launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
+            launch(x, order_of_x, first, last, out, width)
+    return dweight
+
+
+def _fake(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(*tokens.shape, weight.shape[1])
+
+
+def _fake_backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    return dout.new_empty(num_rows, dout.shape[-1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    tokens, weight = inputs
+    ctx.save_for_backward(tokens)
+    ctx.num_rows = weight.shape[0]
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
+    return None, embed_backward_op(dout, *ctx.saved_tensors, ctx.num_rows)
+
+
+embed_op = register(
+    "embed",
+    "(Tensor tokens, Tensor weight) -> Tensor",
+    _forward,
+    _fake,
+    setup_context=_setup_context,
+    backward=_differentiate,
+)
+embed_backward_op = register(
+    "embed_backward",
+    "(Tensor dout, Tensor tokens, SymInt num_rows) -> Tensor",
+    _backward,
+    _fake_backward,
+)
+
 
 __all__ = ["embed"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
+from nsa.ops._triton.tiles import load_fp32
 
 
 @kernel(do_not_specialize=["columns"])

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
+from nsa.ops._plan import once, planned
+from nsa.ops._register import guarded
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.kernel import Launch
 
 # Rows up to which a program multiplies the weights that it holds row by row; how many of these it
 # holds, and of how many columns.
@@ -76,7 +82,9 @@ class Linear:
         check(fits, "Linear", "x", f"have shape [M, {width}]", tuple(x.shape))
         backend = choose_backend("Linear", backend, self.weight, "weight")
         if backend == "triton" and x.shape[0] <= MOST_ROWS:
-            return _launch(x.contiguous(), self, residual)
+            weights = (self.weight, self.gate)
+            y: Tensor = _launch(x.contiguous(), *weights, residual, self.eps, self.silu)
+            return y
         return self._multiply(x, residual)
 
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -96,58 +104,58 @@ class Linear:
         return y if residual is None else residual + y.to(residual.dtype)
 
 
-def _launch(x: Tensor, layer: Linear, residual: Tensor | None) -> Tensor:
-    from nsa.ops._triton.dependent_launch import starts_early
-    from nsa.ops._triton.sizes import cdiv, next_power_of_2
-    from nsa.ops.linear.kernels import linear_kernel, linear_rows_kernel
-
-    weight, (rows, width) = layer.weight, x.shape
-    columns = weight.shape[0]
+@guarded
+@planned
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    eps: float | None,
+    silu: bool,
+) -> Tensor:
+    (rows, _), columns = x.shape, weight.shape[0]
     dtype = weight.dtype if residual is None else residual.dtype
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    if not rows:
-        return out
-    constants = {
-        "N": columns,
-        "K": width,
-        "NORMALISE": layer.eps is not None,
-        "SILU": layer.silu,
-    }
+    if rows:
+        is_few, launch = once(lambda: _plan(x, weight, gate, eps, silu))
+        launch(x, weight, gate, residual, out, *(() if is_few else (rows,)), eps or 0.0)
+    return out
+
+
+def _plan(
+    x: Tensor, weight: Tensor, gate: Tensor | None, eps: float | None, silu: bool
+) -> tuple[bool, Launch]:
+    """Whether the kernel for few rows runs, and its launch or that of the other kernel."""
+    from nsa.ops._layout import cdiv, next_power_of_2
+    from nsa.ops._triton.kernel import Launch, starts_early
+    from nsa.ops.linear.kernels import linear_kernel, linear_rows_kernel
+
+    (rows, width), columns = x.shape, weight.shape[0]
+    constants = {"N": columns, "K": width, "NORMALISE": eps is not None, "SILU": silu}
+    constants["launch_pdl"] = starts_early(x)
     block_k = max(next_power_of_2(width), 16)
     if rows <= FEW_ROWS and block_k <= MOST_HELD:
-        block_n = max(min(COLUMNS, MOST_HELD // block_k) // (1 if layer.gate is None else 2), 1)
-        linear_rows_kernel[(cdiv(columns, block_n),)](
-            x,
-            weight,
-            layer.gate,
-            residual,
-            out,
-            layer.eps or 0.0,
+        block_n = max(min(COLUMNS, MOST_HELD // block_k) // (1 if gate is None else 2), 1)
+        return True, Launch(
+            linear_rows_kernel,
+            (cdiv(columns, block_n),),
             ROWS=rows,
             **constants,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            launch_pdl=starts_early(x),
             num_warps=8 if block_n * block_k > MOST_HELD // 2 else 4,
         )
-        return out
-    is_small, is_gated = weight.element_size() == 2, layer.gate is not None
+    is_small, is_gated = weight.element_size() == 2, gate is not None
     block_m = min(max(16, next_power_of_2(rows)), 64 if is_small else 16)
     block_n = 16  # many programs with little to wait for, rather than programs that share K
-    linear_kernel[(cdiv(columns, block_n), cdiv(rows, block_m))](
-        x,
-        weight,
-        layer.gate,
-        residual,
-        out,
-        rows,
-        layer.eps or 0.0,
+    return False, Launch(
+        linear_kernel,
+        (cdiv(columns, block_n), cdiv(rows, block_m)),
         **constants,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, 128 if is_small and not is_gated else 64),
-        launch_pdl=starts_early(x),
         num_warps=4,
         num_stages=(6 if is_gated else 4) if is_small else 3,
     )
-    return out

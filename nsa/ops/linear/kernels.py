@@ -7,8 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops._triton.dependent_launch import let_next_start, wait_for_inputs
-from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def linear_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As :func:`linear_kernel`, for so few rows that reading the weights is all there is to do.
+    """Variant of :func:`linear_kernel` for so few rows that only reading the weights takes time.
 
     Program i loads ``BLOCK_N`` rows of the weight at once, before the kernel in front has ended: no
     kernel writes weights.

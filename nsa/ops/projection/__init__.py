@@ -19,7 +19,7 @@ from nsa.ops.projection.layout import (
     lay_together,
     stacked,
 )
-from nsa.ops.projection.ops import project_op, split_product
+from nsa.ops.projection.ops import project_op, split_op
 from nsa.ops.projection.reference import activate, project_reference, split_reference
 from nsa.rope import Rope
 
@@ -105,7 +105,7 @@ def split(
     before: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """What :func:`project` gives, of a product that is there already; no gradient is recorded.
+    """Heads and gates of a product that has been computed; no gradient is recorded.
 
     Args:
         product: ``[T, N]`` with all weights as one, see :func:`stacked`.
@@ -122,7 +122,8 @@ def split(
         return split_reference(products, bias, positions, columns, rope)
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return split_product(product, bias, *where)
+    found: list[Tensor] = split_op(product, bias, *where)
+    return found
 
 
 def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:

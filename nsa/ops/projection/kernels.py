@@ -14,12 +14,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa.ops._constants import Constants
-from nsa.ops._triton.dependent_launch import wait_for_inputs
-from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.rotation import cos_sin
-from nsa.ops._triton.tiles import VARYING
+from nsa.ops._plan import Constants
+from nsa.ops._triton.kernel import kernel, wait_for_inputs
+from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32
 from nsa.ops.projection.layout import ALIGNMENT
 
 # Columns with padding are a multiple of this.
@@ -224,7 +221,7 @@ def heads_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """From x ``[T, columns]`` to tensors of heads and gates, or back.
+    """Convert x ``[T, columns]`` to tensors of heads and gates, or back.
 
     Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
     also on the gates, and in the backward it writes 0 to the padding columns after the used ones.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import fail
-from nsa.ops._constants import Constants
+from nsa.ops._plan import Constants
 
 # Rows of weights are padded to a multiple of this: only of strides that are multiples of 16 does
 # Triton know that rows begin where 16 bytes can be read at once.

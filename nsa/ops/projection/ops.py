@@ -5,15 +5,18 @@ Triton is loaded when an operator first runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.ops._register import register
-from nsa.ops._replay import replayed
+from nsa.ops._plan import once, planned
+from nsa.ops._register import guarded, register
 from nsa.ops.projection.layout import Columns, padded, stacked
 from nsa.rope import Rope, frequency_table
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.kernel import Launch
 
 # Tokens of a program, and the programs that share the heads of the same tokens: more where there
 # are so few that each waits for memory, and still more in a decode step.
@@ -56,8 +59,33 @@ def _launch(
 
     ``bias`` is that of the gates; on the way back memory for the sums of :func:`_sums`, if any.
     """
-    from nsa.ops._triton.dependent_launch import starts_early
-    from nsa.ops._triton.sizes import cdiv, next_power_of_2
+    if not x.shape[0]:
+        return
+    rope = Rope.from_text(tokens.rope)
+    turns, launch = once(lambda: _plan(x, tokens, backward=backward))
+    launch(
+        x,
+        tuple(tensors),
+        gates,
+        dgates,
+        bias,
+        tokens.before,
+        frequency_table(rope, x.device) if turns else None,
+        tokens.cu,
+        tokens.length,
+        tokens.num_sequences,
+        tokens.num_sequences.bit_length(),
+        x.shape[0],
+        x.stride(0),
+        rope.magnitude,
+        rope.position_offset,
+    )
+
+
+def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
+    """Whether anything is rotated, and the launch of the kernel."""
+    from nsa.ops._layout import cdiv, next_power_of_2
+    from nsa.ops._triton.kernel import Launch, starts_early
     from nsa.ops.projection.kernels import Part, Plan, heads_kernel
 
     columns, rope = Columns.from_text(tokens.columns), Rope.from_text(tokens.rope)
@@ -74,34 +102,20 @@ def _launch(
     turns = any(part.rotary for part in parts)
     block_rows, programs = _programs(x.shape[0])
     is_few = x.shape[0] <= FEW_TOKENS
-    if x.shape[0]:
-        heads_kernel[(cdiv(x.shape[0], block_rows), programs)](
-            x,
-            tuple(tensors),
-            gates,
-            dgates,
-            bias,
-            tokens.before,
-            frequency_table(rope, x.device) if turns else None,
-            tokens.cu,
-            tokens.length,
-            tokens.num_sequences,
-            tokens.num_sequences.bit_length(),
-            x.shape[0],
-            x.stride(0),
-            rope.magnitude,
-            rope.position_offset,
-            PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
-            GATES=columns.gates,
-            BACKWARD=backward,
-            BLOCK_R=block_rows,
-            BLOCK_HALF=block_half,
-            BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
-            # A step launches little else; in training other streams join in.
-            launch_pdl=tokens.before is not None and is_few and starts_early(x),
-            # Cosines and sines of all tokens stay in registers.
-            num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
-        )
+    return turns, Launch(
+        heads_kernel,
+        (cdiv(x.shape[0], block_rows), programs),
+        PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
+        GATES=columns.gates,
+        BACKWARD=backward,
+        BLOCK_R=block_rows,
+        BLOCK_HALF=block_half,
+        BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
+        # A step launches little else; in training other streams join in.
+        launch_pdl=tokens.before is not None and is_few and starts_early(x),
+        # Cosines and sines of all tokens stay in registers.
+        num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
+    )
 
 
 def _programs(num_tokens: int) -> tuple[int, int]:
@@ -118,12 +132,7 @@ def _sums(num_tokens: int, bias: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    return _project(x, stacked(weights, x.dtype), bias, *rest)
-
-
-@replayed
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    return split_product(torch.mm(x, weight.t()), bias, *rest)
+    return split_product(torch.mm(x, stacked(weights, x.dtype).t()), bias, *rest)
 
 
 def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -132,6 +141,10 @@ def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tens
     heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
     _launch(product, heads, gates, None, bias, tokens, backward=False)
     return found
+
+
+# For use outside of an operator, as in a decode step.
+split_op = guarded(planned(split_product))
 
 
 def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -143,22 +156,16 @@ def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) 
     return found
 
 
-def _backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    return _project_backward(grads, x, stacked(weights, x.dtype), weights[0].dtype, *rest)
-
-
-@replayed
-def _project_backward(
+def _backward(
     grads: list[Tensor],
     x: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
+    weights: list[Tensor],
     bias: Tensor | None,
     gates: Tensor | None,
     needs: list[bool],
     *rest: Any,
 ) -> list[Tensor]:
-    """Gradients of x, of all weights as one in their ``dtype``, and of the bias.
+    """Gradients of x, of all weights as one, and of the bias.
 
     Those that are not needed are empty.
     """
@@ -169,7 +176,8 @@ def _project_backward(
     dgates = None if gates is None else heads.pop()
     sums = None if bias is None or not needs[2] else _sums(x.shape[0], bias)
     _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
-    dx = torch.mm(dproduct, weight) if needs[0] else x.new_empty(0)
+    dx = torch.mm(dproduct, stacked(weights, x.dtype)) if needs[0] else x.new_empty(0)
+    dtype = weights[0].dtype
     dweight = x.new_empty(0, dtype=dtype)
     if needs[1]:
         dweight = torch.mm(dproduct.t(), x).to(dtype)
@@ -224,7 +232,6 @@ project_op = register(
     _results,
     setup_context=_setup_context,
     backward=_differentiate,
-    replay=False,
 )
 project_backward_op = register(
     "project_backward",
@@ -232,5 +239,4 @@ project_backward_op = register(
     f"{_TOKENS}) -> Tensor[]",
     _backward,
     _gradients,
-    replay=False,
 )

@@ -11,9 +11,9 @@ from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
 from nsa.ops._operator import Call
 from nsa.ops._sequences import open_sequences, pack
-from nsa.ops.selected.algorithm import ALGORITHMS, SCATTER_THRESHOLD
-from nsa.ops.selected.ops import SelectedInputs, selected_attention_op
+from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
+from nsa.ops.selected.types import ALGORITHMS, SCATTER_THRESHOLD, SelectedInputs
 from nsa.stages import SELECTED, in_stage
 
 __all__ = [

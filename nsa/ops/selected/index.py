@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops import _limits
-from nsa.ops._limits import check_numbers
+from nsa.ops import _checks
+from nsa.ops._checks import check_numbers
+from nsa.ops._layout import cdiv, next_power_of_2
+from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
-from nsa.ops.selected.algorithm import SCATTER_THRESHOLD
+from nsa.ops._triton.kernel import Launch
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
+from nsa.ops.selected.types import SCATTER_THRESHOLD
 
 # Key blocks, or chunks, of a program that looks for their places.
 BLOCK = 128
@@ -66,7 +68,7 @@ class Lists:
     count: Tensor
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As kernels take them."""
+        """Return the arguments of kernels."""
         return self.block, self.query_mask, self.count
 
 
@@ -102,14 +104,21 @@ class Chunks:
     limit: int
 
     def pointers(self) -> tuple[Tensor, ...]:
-        """What kernels take to find their chunk."""
+        """Return the arguments by which kernels find their chunk."""
         return self.order, self.begin, self.length, self.owner, self.start
 
     def fill(self, ranked: Tensor) -> None:
         """Find the chunks, from what :meth:`InverseIndex.fill` gives."""
         total, selections = self.begin.shape[0], ranked.shape[0]
         count = torch.empty_like(self.start)
-        key_block_kernel[(cdiv(total, BLOCK),)](
+        most, options = self.owner.shape[0], {"BLOCK": BLOCK, "num_warps": 4}
+        key_blocks, chunks = once(
+            lambda: (
+                Launch(key_block_kernel, (cdiv(total, BLOCK),), **options),
+                Launch(chunk_kernel, (cdiv(most, BLOCK),), **options),
+            )
+        )
+        key_blocks(
             ranked,
             self.begin,
             self.length,
@@ -120,14 +129,9 @@ class Chunks:
             self.segments,
             self.index_segments // self.segments,
             self.size,
-            BLOCK=BLOCK,
-            num_warps=4,
         )
         torch.cumsum(count, 0, dtype=torch.int32, out=self.start)
-        most = self.owner.shape[0]
-        chunk_kernel[(cdiv(most, BLOCK),)](
-            self.start, self.owner, total, most, (total + 1).bit_length(), BLOCK=BLOCK, num_warps=4
-        )
+        chunks(self.start, self.owner, total, most, (total + 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class InverseIndex:
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``key block * segments + segment`` of each selection,
             ``absent`` where its block is absent.
-        remote: the same with ``absent`` where the block is local, see ``tiled_fwd.py``; None where
+        remote: the same with ``absent`` where the block is local, see ``tiled.py``; None where
             it is not needed.
         order: int32 ``[T * Hkv * n]``: selections by key and, for one key, by query.
         num_blocks: at least the blocks of all sequences together.
@@ -182,7 +186,20 @@ class InverseIndex:
             if self.remote is not None:
                 self.remote.fill_(self.absent)
         block_q = 64
-        key_kernel[(sequences.num_tiles(num_q, block_q, sequences.len_q),)](
+        launch = once(
+            lambda: Launch(
+                key_kernel,
+                (sequences.num_tiles(num_q, block_q, sequences.len_q),),
+                HKV=num_kv_heads,
+                N=n,
+                BLOCK_SIZE=block_size,
+                BLOCK_Q=block_q,
+                STEP=1024,
+                UNIQUE=unique,
+                num_warps=4,
+            )
+        )
+        launch(
             block_indices.contiguous(),
             self.key,
             self.remote,
@@ -191,13 +208,6 @@ class InverseIndex:
             self.segments,
             self.segment_rows,
             self.absent,
-            HKV=num_kv_heads,
-            N=n,
-            BLOCK_SIZE=block_size,
-            BLOCK_Q=block_q,
-            STEP=1024,
-            UNIQUE=unique,
-            num_warps=4,
         )
         if not sort:
             return self.key.flatten()[self.order]
@@ -260,10 +270,10 @@ def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
     """A tile's blocks can be counted, and sorted with their slot in one number."""
     name, counted = "selected_attention", "slots for the queries of a tile"
     hint = "Give fewer slots a query."
-    check_numbers(name, "block_indices", list_len, counted, _limits.LISTED, hint)
+    check_numbers(name, "block_indices", list_len, counted, _checks.LISTED, hint)
     counted = "blocks a sequence with so many slots"
     hint = "Give max_seqlen_k, fewer slots a query or shorter sequences."
-    check_numbers(name, "k", num_blocks, counted, _limits.SORTED // slots, hint)
+    check_numbers(name, "k", num_blocks, counted, _checks.SORTED // slots, hint)
 
 
 def word_of(num_blocks: int) -> int:
@@ -287,24 +297,16 @@ def make_lists(
     ``counted`` in it already, lists that are not read are left empty.
     """
     num_q, num_kv_heads, n = block_indices.shape
-    num_lists = sequences.num_tiles(num_q * group_size, rows, sequences.len_q * group_size)
-    # A tile of whole queries, or one that begins and ends between the heads of two.
-    queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
-    pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
-    _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)
-    block, query_mask, count = (
-        torch.empty(num_kv_heads, num_lists, size, dtype=torch.int32, device=block_indices.device)
-        for size in (queries * n, queries * n, 4)
-    )
-    if num_lists:
-        list_kernel[(num_lists, num_kv_heads)](
-            block_indices.contiguous(),
-            block,
-            query_mask,
-            count,
-            tile_stats,
-            *sequences.arguments(),
-            num_lists,
+
+    def plan() -> tuple[int, int, Launch]:
+        num_lists = sequences.num_tiles(num_q * group_size, rows, sequences.len_q * group_size)
+        # A tile of whole queries, or one that begins and ends between the heads of two.
+        queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
+        pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
+        _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)
+        launch = Launch(
+            list_kernel,
+            (num_lists, num_kv_heads),
             G=group_size,
             HKV=num_kv_heads,
             BLOCKS=SelectedBlocks.of(n, block_size),
@@ -316,4 +318,14 @@ def make_lists(
             WORD=word_of(cdiv(sequences.len_k, block_size)),
             num_warps=max(1, min(8, queries * pad_n // 256)),
         )
+        return num_lists, queries * n, launch
+
+    num_lists, list_len, launch = once(plan)
+    block, query_mask, count = (
+        block_indices.new_empty(num_kv_heads, num_lists, size, dtype=torch.int32)
+        for size in (list_len, list_len, 4)
+    )
+    if num_lists:
+        arguments = (tile_stats, *sequences.arguments(), num_lists)
+        launch(block_indices.contiguous(), block, query_mask, count, *arguments)
     return Lists(block, query_mask, count)

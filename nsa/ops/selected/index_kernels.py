@@ -50,7 +50,7 @@ def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WOR
 
 @triton.jit
 def blocks_by_sort(named, present, e, PAD_Q: tl.constexpr, PAD_N: tl.constexpr):
-    """The same, ``[PAD_Q * PAD_N]``; numbers and queries are those of the places that count.
+    """Results of ``blocks_by_word`` by a sort, ``[PAD_Q * PAD_N]``; valid where the last is true.
 
     ``e`` are the numbers of the slots.
     """
@@ -211,7 +211,7 @@ def key_kernel(
 
 @triton.jit
 def first_at_least(sorted_ptr, x, length, steps):
-    """Where the first of ``length`` ascending numbers that is at least x lies, for a tensor of x.
+    """Index of the first of ``length`` ascending numbers that is at least x, for a tensor of x.
 
     By ``steps`` halvings.
     """
@@ -242,7 +242,7 @@ def key_block_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Where the selections of each key block begin, how many they are, and their chunks.
+    """First selection, number of selections and number of chunks of each key block.
 
     Program i owns the i-th ``BLOCK`` pairs of segment and key block, see ``Chunks``. There are
     ``segments``, in the index ``own_segments`` times as many. Chunks are written one place further

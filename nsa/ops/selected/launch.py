@@ -11,30 +11,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._limits import check_numbers
+from nsa.ops._checks import check_numbers
+from nsa.ops._layout import Gated, Heads, block_of, cdiv, next_power_of_2
 from nsa.ops._operator import Call
+from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
-from nsa.ops._triton.layout import Gated, Heads
-from nsa.ops._triton.range_launch import fitting, source
-from nsa.ops._triton.sizes import cdiv, next_power_of_2
+from nsa.ops._triton.kernel import Launch, fitting, source
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
-from nsa.ops.selected.algorithm import MAX_QUERIES, always_tiled
+from nsa.ops.selected.gathered import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
     selected_merge_dq_kernel,
     selected_reduce_kernel,
 )
-from nsa.ops.selected.gathered_fwd import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.index import (
     Chunks,
     InverseIndex,
+    Lists,
     SelectedBlocks,
     make_lists,
     new_index,
 )
-from nsa.ops.selected.ops import SelectedInputs, SelectedResults
-from nsa.ops.selected.tiled_bwd import selected_delta_kernel, selected_dq_kernel
-from nsa.ops.selected.tiled_fwd import selected_fwd_kernel
+from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, selected_fwd_kernel
+from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
 
 # Partial results that are held for a query head at once, on average over all queries.
 HELD_SLOTS = 4
@@ -126,9 +125,56 @@ def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None)
     return {**strides, "softmax_scale": call.softmax_scale, **sizes}
 
 
-def merge_grid(chunks: Chunks, num_heads: int) -> tuple[int]:
-    """Programs that merge the partial results of a segment."""
-    return (cdiv(chunks.segment_rows * num_heads, MERGE_ROWS * MERGE_STEPS),)
+def fitted(kernel: str, inputs: SelectedInputs, call: Call) -> tuple[Tile, int]:
+    """Tile of a kernel of the tiled algorithm, and how many of its rows are used."""
+    q, k, v, _ = inputs
+    group_size = q.shape[1] // k.shape[1]
+    tile, used = tile_of(tile_for(kernel, q, v), group_size, call.config.block_size)
+    return fitting(tile, k, v), used
+
+
+def over_lists(
+    kernel: Any, lists: Lists, tile: Tile, used: int, constants: dict[str, Any], **more: Any
+) -> Launch:
+    """Launch of a kernel of the tiled algorithm: a program for each list."""
+    num_kv_heads, num_lists, list_len = lists.block.shape
+    constants = {**constants, **more, "TILE": tile, "ROWS": used, "LIST_LEN": list_len}
+    return Launch(kernel, (num_lists, num_kv_heads), **constants, **tile.launch_options())
+
+
+def merge_launch(
+    kernel: Any,
+    chunks: Chunks,
+    constants: dict[str, Any],
+    slots: int,
+    parts: int,
+    size: int,
+    **more: Any,
+) -> Launch:
+    """Launch of a kernel that merges the partial results of a segment.
+
+    Args:
+        kernel: the kernel.
+        chunks: chunks of the segment.
+        constants: see :func:`constants_of`.
+        slots: partial results of a row.
+        parts: parts of a block.
+        size: elements of a partial result.
+        more: further constants.
+    """
+    heads = constants["HEADS"]
+    return Launch(
+        kernel,
+        (cdiv(chunks.segment_rows * heads.HQ, MERGE_ROWS * MERGE_STEPS),),
+        HEADS=heads,
+        BLOCKS=constants["BLOCKS"],
+        PARTS=parts,
+        BLOCK_M=MERGE_ROWS,
+        BLOCK_S=slots_of_step(slots, block_of(size)),
+        STEPS=MERGE_STEPS,
+        num_warps=MERGE_WARPS,
+        **more,
+    )
 
 
 def selected_forward(
@@ -136,7 +182,6 @@ def selected_forward(
 ) -> None:
     """Fill the results, see :class:`SelectedResults`."""
     q, k, v, block_indices = inputs
-    heads, block_size = Heads.of(q, v), call.config.block_size
     if block_indices.numel() == 0:
         results.out.zero_()
         results.lse.fill_(-torch.inf)
@@ -144,18 +189,20 @@ def selected_forward(
     tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
     if tile_stats is None:
         results.order.zero_()
-    tile, used = tile_of(tile_for("selected_attention_fwd", q, v), heads.G, block_size)
-    tile, counter = fitting(tile, k, v), None if call.algorithm == "gathered" else tile_stats
+    tile, used = once(lambda: fitted("selected_attention_fwd", inputs, call))
+    counter = None if call.algorithm == "gathered" else tile_stats
     gathered = None if tile_stats is None else new_gathered(inputs, call, results.order)
     with fork_join(q.device, enabled=gathered is not None) as streams:
         if gathered is not None:
             with streams.on_side():
                 fill_index(*gathered, inputs=inputs, call=call, unique=unique)
         wait = streams.record()
-        sizes = (heads.G, block_size, used)
+        sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
         lists = make_lists(block_indices, call.sequences, *sizes, counter, counted=False)
-        num_lists, list_len = lists.block.shape[1:]
-        selected_fwd_kernel[(num_lists, v.shape[1])](
+        launch = once(
+            lambda: over_lists(selected_fwd_kernel, lists, tile, used, constants_of(inputs, call))
+        )
+        launch(
             q,
             source(k, tile.keys, tile),
             source(v, tile.keys, tile),
@@ -164,12 +211,7 @@ def selected_forward(
             lists.pointers(),
             tile_stats,
             *call.sequences.arguments(),
-            num_lists,
-            **constants_of(inputs, call),
-            TILE=tile,
-            ROWS=used,
-            LIST_LEN=list_len,
-            **tile.launch_options(),
+            lists.block.shape[1],
         )
         wait()
         if gathered is not None:
@@ -222,15 +264,23 @@ def gather_forward(
     It merges what comes of remote blocks into the results.
     """
     q, k, v, block_indices = inputs
-    constants = constants_of(inputs, call)
-    heads, num_heads, n = constants["HEADS"], q.shape[1], block_indices.shape[-1]
-    tile = tile_named("selected_gather_fwd", inputs, call)
-    parts = call.config.block_size // tile.keys
-    num_parts = chunks.segment_rows * num_heads * n * parts
-    part = torch.empty(num_parts, heads.DV, dtype=q.dtype, device=q.device)
-    lse_part = torch.empty(num_parts, dtype=torch.float32, device=q.device)
+
+    def plan() -> tuple[int, Launch, Launch]:
+        constants, n = constants_of(inputs, call), block_indices.shape[-1]
+        tile = tile_named("selected_gather_fwd", inputs, call)
+        parts = call.config.block_size // tile.keys
+        options = {"TILE": tile, "num_stages": tile.stages, **tile.launch_options()}
+        gather = Launch(selected_gather_fwd_kernel, (chunks.limit, parts), **constants, **options)
+        merge = merge_launch(
+            selected_merge_out_kernel, chunks, constants, n * parts, parts, v.shape[2]
+        )
+        return chunks.segment_rows * q.shape[1] * n * parts, gather, merge
+
+    num_parts, gather, merge = once(plan)
+    part = q.new_empty(num_parts, v.shape[2])
+    lse_part = q.new_empty(num_parts, dtype=torch.float32)
     for segment in range(chunks.segments):
-        selected_gather_fwd_kernel[(chunks.limit, parts)](
+        gather(
             q,
             k,
             v,
@@ -243,27 +293,13 @@ def gather_forward(
             segment,
             chunks.segment_rows,
             chunks.size,
-            **constants,
-            TILE=tile,
-            num_stages=tile.stages,
-            **tile.launch_options(),
         )
         where = (q.shape[0], segment, chunks.segment_rows, index.absent)
-        selected_merge_out_kernel[merge_grid(chunks, num_heads)](
-            *(part, lse_part, index.remote, results.out, results.lse, results.tile_stats),
-            *where,
-            HEADS=heads,
-            BLOCKS=constants["BLOCKS"],
-            PARTS=parts,
-            BLOCK_M=MERGE_ROWS,
-            BLOCK_S=slots_of_step(n * parts, heads.BLOCK_DV),
-            STEPS=MERGE_STEPS,
-            num_warps=MERGE_WARPS,
-        )
+        merge(*(part, lse_part, index.remote, results.out, results.lse, results.tile_stats), *where)
 
 
 class BackwardInputs(NamedTuple):
-    """What the kernels of the backward read, as they take it.
+    """Inputs of the backward kernels.
 
     Attributes:
         q, k, v, dout: as in the forward; with gates dout is the gradient of the gated sum.
@@ -336,15 +372,20 @@ def _tiled_query_gradient(
 ) -> None:
     """dq where the tiled algorithm runs; in any case delta and the gated lse."""
     q, k, v, dout, lse, delta = read
-    constants, where = constants_of(inputs, call, dout), call.sequences
-    heads, block_size = constants["HEADS"], call.config.block_size
-    tile, used = tile_of(tile_for("selected_attention_dq", q, v), heads.G, block_size)
-    tile, counted = fitting(tile, k, v), tile_stats is not None
-    sizes = (heads.G, block_size, used)
+    where = call.sequences
+    tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
+    sizes, counted = (
+        (q.shape[1] // k.shape[1], call.config.block_size, used),
+        tile_stats is not None,
+    )
     lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, counted=counted)
-    num_lists, list_len = lists.block.shape[1:]
+    launch = once(
+        lambda: over_lists(
+            selected_dq_kernel, lists, tile, used, constants_of(inputs, call, dout), ADD=gated.adds
+        )
+    )
     statistics = (results.out, dout, results.lse, delta)
-    selected_dq_kernel[(num_lists, v.shape[1])](
+    launch(
         q,
         source(k, tile.keys, tile),
         source(v, tile.keys, tile),
@@ -354,30 +395,29 @@ def _tiled_query_gradient(
         lists.pointers(),
         tile_stats,
         *where.arguments(),
-        num_lists,
-        **constants,
-        TILE=tile,
-        ROWS=used,
-        LIST_LEN=list_len,
-        ADD=gated.adds,
-        **tile.launch_options(),
+        lists.block.shape[1],
     )
     if tile_stats is not None:
-        # Masks of columns take registers.
-        limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+        launch = once(lambda: _plan_row_sums(inputs, call, dout))
         cu_q, _, len_q, _, num_sequences = where.arguments()
-        selected_delta_kernel[(DELTA_PROGRAMS,)](
-            *statistics,
-            gated.pointers(lse),
-            tile_stats,
-            *(cu_q, len_q, num_sequences),
-            stride_do=dout.stride(),
-            HEADS=heads,
-            BLOCKS=constants["BLOCKS"],
-            BLOCK_R=DELTA_ROWS,
-            num_warps=4,
-            **limit,
-        )
+        launch(*statistics, gated.pointers(lse), tile_stats, *(cu_q, len_q, num_sequences))
+
+
+def _plan_row_sums(inputs: SelectedInputs, call: Call, dout: Tensor) -> Launch:
+    constants = constants_of(inputs, call)
+    heads = constants["HEADS"]
+    # Masks of columns take registers.
+    limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+    return Launch(
+        selected_delta_kernel,
+        (DELTA_PROGRAMS,),
+        stride_do=dout.stride(),
+        HEADS=heads,
+        BLOCKS=constants["BLOCKS"],
+        BLOCK_R=DELTA_ROWS,
+        num_warps=4,
+        **limit,
+    )
 
 
 def new_backward_index(
@@ -420,24 +460,20 @@ def _gather_gradients(
 
     With ``tile_stats`` only where selections scatter (dq) or do not (no dq).
     """
-    q, k, v, block_indices = inputs
-    num_heads, num_kv_heads, n = q.shape[1], v.shape[1], block_indices.shape[-1]
-    constants = constants_of(inputs, call, read.dout)
-    heads, last = constants["HEADS"], chunks.segments - 1
-    name = "selected_attention_dkv" if dq is None else "selected_gather_dkv"
-    tile = tile_named(name, inputs, call)
-    parts = call.config.block_size // tile.keys
+    q, k, v, _ = inputs
+    last = chunks.segments - 1
+    plan = once(lambda: _plan_gather(inputs, call, chunks, read.dout, dq is not None, add))
     part: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
     if dq is not None:
-        num_parts = chunks.segment_rows * num_heads * n * parts
-        part = torch.empty(num_parts, heads.D, dtype=q.dtype, device=q.device)
+        part = q.new_empty(plan.num_parts, q.shape[2])
     if last:
-        rows = k.shape[0] * num_kv_heads
-        sums = (_sums(q, rows, heads.D), _sums(q, rows, heads.DV))
+        rows = k.shape[0] * k.shape[1]
+        sums = (_sums(q, rows, k.shape[2]), _sums(q, rows, v.shape[2]))
+    _, cu_k, _, len_k, num_sequences = call.sequences.arguments()
     for segment in range(chunks.segments):
         where = (index.num_blocks, segment, chunks.segment_rows, chunks.size, last)
-        selected_gather_bwd_kernel[(chunks.limit, parts)](
+        plan.gather(
             *read,
             part,
             partial,
@@ -447,47 +483,47 @@ def _gather_gradients(
             chunks.pointers(),
             *call.sequences.arguments(),
             *where,
-            **constants,
-            TILE=tile,
-            num_stages=tile.stages,
-            **tile.launch_options(),
         )
-        targets = (partial, sums, grads, tile_stats)
-        _add_chunks(targets, chunks, call, segment, constants, with_dq=dq is not None)
+        plan.reduce(
+            *(chunks.begin, chunks.length, chunks.start),
+            *(partial, sums, grads, tile_stats),
+            *(cu_k, len_k, num_sequences),
+            *(chunks.num_blocks, segment, last),
+        )
         if part is not None and dq is not None:
-            selected_merge_dq_kernel[merge_grid(chunks, num_heads)](
-                *(part, index.key, dq, tile_stats),
-                *(q.shape[0], segment, chunks.segment_rows, index.absent),
-                HEADS=heads,
-                BLOCKS=constants["BLOCKS"],
-                PARTS=parts,
-                BLOCK_M=MERGE_ROWS,
-                BLOCK_S=slots_of_step(n * parts, heads.BLOCK_D),
-                STEPS=MERGE_STEPS,
-                ADD=add,
-                num_warps=MERGE_WARPS,
-            )
+            rows_of = (q.shape[0], segment, chunks.segment_rows, index.absent)
+            plan.merge(*(part, index.key, dq, tile_stats), *rows_of)
 
 
-def _add_chunks(
-    targets: tuple[Any, ...],
-    chunks: Chunks,
-    call: Call,
-    segment: int,
-    constants: dict[str, Any],
-    *,
-    with_dq: bool,
-) -> None:
-    """Add up dK and dV of a segment's chunks; see ``selected_reduce_kernel``."""
-    heads, block_size = constants["HEADS"], call.config.block_size
-    block_k = min(block_size, 16)
-    grid = (chunks.num_blocks, heads.HQ // heads.G, block_size // block_k)
-    _, cu_k, _, len_k, num_sequences = call.sequences.arguments()
-    selected_reduce_kernel[grid](
-        *(chunks.begin, chunks.length, chunks.start),
-        *targets,
-        *(cu_k, len_k, num_sequences),
-        *(chunks.num_blocks, segment, chunks.segments - 1),
+class _GatherPlan(NamedTuple):
+    """Plan of :func:`_gather_gradients`.
+
+    Attributes:
+        num_parts: partial results of dQ in a segment.
+        gather: the kernel of a segment's chunks.
+        reduce: the kernel that adds dK and dV of the chunks.
+        merge: the kernel that merges dQ.
+    """
+
+    num_parts: int
+    gather: Launch
+    reduce: Launch
+    merge: Launch
+
+
+def _plan_gather(
+    inputs: SelectedInputs, call: Call, chunks: Chunks, dout: Tensor, with_dq: bool, add: bool
+) -> _GatherPlan:
+    constants, block_size = constants_of(inputs, call, dout), call.config.block_size
+    heads, n = constants["HEADS"], inputs.block_indices.shape[-1]
+    name = "selected_gather_dkv" if with_dq else "selected_attention_dkv"
+    tile, block_k = tile_named(name, inputs, call), min(block_size, 16)
+    parts = block_size // tile.keys
+    options = {"TILE": tile, "num_stages": tile.stages, **tile.launch_options()}
+    gather = Launch(selected_gather_bwd_kernel, (chunks.limit, parts), **constants, **options)
+    reduce = Launch(
+        selected_reduce_kernel,
+        (chunks.num_blocks, heads.HQ // heads.G, block_size // block_k),
         softmax_scale=call.softmax_scale,
         HEADS=heads,
         BLOCKS=constants["BLOCKS"],
@@ -497,6 +533,10 @@ def _add_chunks(
         # Masks of columns take registers.
         num_warps=4 if (heads.D, heads.DV) == (heads.BLOCK_D, heads.BLOCK_DV) else 8,
     )
+    merge = merge_launch(
+        selected_merge_dq_kernel, chunks, constants, n * parts, parts, heads.D, ADD=add
+    )
+    return _GatherPlan(chunks.segment_rows * heads.HQ * n * parts, gather, reduce, merge)
 
 
 def _sums(like: Tensor, rows: int, size: int) -> Tensor:

@@ -2,66 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 from torch import Tensor
 
-from nsa.ops._limits import check_keys, check_numbers, check_queries
+from nsa.ops._checks import check_keys, check_numbers, check_queries
+from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, register_attention
-from nsa.ops._range import rows
-
-if TYPE_CHECKING:
-    from nsa.ops._triton.layout import Gated
-
-
-class SelectedInputs(NamedTuple):
-    """Queries ``[T, Hq, D]``, keys ``[S, Hkv, D]``, values ``[S, Hkv, Dv]`` and selected blocks.
-
-    The last are ``[T, Hkv, n]``.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    block_indices: Tensor
-
-    def read(self) -> SelectedInputs:
-        """As kernels read them."""
-        q, k, v = (rows(x) for x in self[:3])
-        return SelectedInputs(q, k, v, self.block_indices)
-
-
-class SelectedResults(NamedTuple):
-    """What the forward gives.
-
-    Attributes:
-        out: ``[T, Hq, Dv]``.
-        lse: fp32 ``[T, Hq]``.
-        order: int32 ``[T * Hkv * n]`` of the inverse index, or empty where the algorithm is tiled.
-            Lengths of sequences decide too whether it is read, but not its shape: what is compiled
-            for one length serves all.
-        tile_stats: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first. With the
-            gathered algorithm they are 1 and 0 from the start and stay so: selections count as
-            scattered.
-    """
-
-    out: Tensor
-    lse: Tensor
-    order: Tensor
-    tile_stats: Tensor
-
-    @classmethod
-    def new(cls, q: Tensor, v: Tensor, block_indices: Tensor, algorithm: str) -> SelectedResults:
-        """Memory for the results; only shapes and devices are read."""
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        count = 0 if algorithm == "tiled" else block_indices.numel()
-        order = block_indices.new_empty(count, dtype=torch.int32)
-        tile_stats = block_indices.new_zeros(2, dtype=torch.int64)
-        if algorithm == "gathered":
-            tile_stats[0].fill_(1)
-        return cls(out, lse, order, tile_stats)
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
 
 
 def run_selected_forward(
@@ -99,7 +45,6 @@ def run_selected_backward(
         gated: the branch's part in the gated sum.
         unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
     """
-    from nsa.ops._triton.layout import Gated
     from nsa.ops.selected.launch import selected_backward
 
     gated = gated or Gated()

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._masked_attention import masked_attention
+from nsa.ops._masked_attention import masked_attention, max_blocks, padded_positions, visible_tokens
 from nsa.ops._operator import Call
 from nsa.ops._packed import pad, unpad
 from nsa.ops._sequences import Sequences
-from nsa.ops._visibility import max_blocks, padded_positions, visible_tokens
-from nsa.ops.selected.ops import SelectedInputs
+from nsa.ops.selected.types import SelectedInputs
 
 
 def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequences) -> Tensor:

@@ -11,9 +11,8 @@ from nsa.ops._backend import choose_backend
 from nsa.ops._checks import scale_of
 from nsa.ops._operator import Call
 from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
-from nsa.ops.selection.ops import SelectionInputs, select_blocks_op
-from nsa.ops.selection.ranges import blocks_to_ranges
-from nsa.ops.selection.reference import select_blocks_reference
+from nsa.ops.selection.ops import select_blocks_op
+from nsa.ops.selection.reference import SelectionInputs, blocks_to_ranges, select_blocks_reference
 from nsa.stages import SELECTION, in_stage
 
 __all__ = ["SelectionInputs", "blocks_to_ranges", "run_select_blocks", "select_blocks"]

@@ -1,4 +1,4 @@
-"""The kernel of ``exact.py`` with two stages, fp8 scoring or both: ``two_stage.py``, ``fp8.py``."""
+"""Selection with two stages (``two_stage.py``), fp8 scoring (``fp8.py``) or both."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile
 from nsa.ops.selection.fp8 import load_key_scales, load_scaled_head, scaled_probabilities
-from nsa.ops.selection.scores import (
+from nsa.ops.selection.kernels import (
     load_compressed,
     query_block,
     rank_blocks,

@@ -8,7 +8,7 @@ Scales are fp32, ``[T, Hq]`` of the queries and ``[C, Hkv]`` of the keys; None l
 import triton
 import triton.language as tl
 
-from nsa.ops.selection.scores import load_head
+from nsa.ops.selection.kernels import load_head
 
 
 @triton.jit

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._range import KeyRange
-from nsa.ops._triton.layout import Heads, block_of
-from nsa.ops._triton.sizes import next_power_of_2
-from nsa.ops._triton.tuning import Tile
+from nsa.ops._layout import Heads, block_of, next_power_of_2
+from nsa.ops._operator import KeyRange
+from nsa.ops._plan import once
+from nsa.ops._triton.kernel import Launch
+from nsa.ops._triton.tuning import Tile, tile_for
 from nsa.ops.selection.approximate import select_approximate_kernel
-from nsa.ops.selection.exact import select_kernel
+from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import to_fp8
-from nsa.ops.selection.scores import Scoring
 
 # Compressed keys of a block where tiles were measured: 64 tokens, one key every 16.
 USUAL_KEYS = 4
@@ -25,7 +25,7 @@ KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Selection:
-    """What is selected, and how; see ``NSAConfig``.
+    """Rules of a selection, see ``NSAConfig``.
 
     Attributes:
         block_size: tokens of a selection block.
@@ -90,60 +90,59 @@ def select_blocks_forward(
     keys: KeyRange,
     softmax_scale: float,
     selection: Selection,
-    tile: Tile,
     coarse: Tensor | None = None,
 ) -> None:
     """Fill out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
 
-    ``tile.rows`` are queries, ``tile.keys`` blocks of a step.
-
     With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of
     ``selection.factor`` blocks each are candidates, and the forced ones.
     """
-    num_q, num_heads, head_dim = q.shape
-    if num_q == 0:
+    if q.shape[0] == 0:
         return
-    group_size = num_heads // k.shape[1]
-    tile = fitted(tile, selection, keys, coarse is not None)
-    block_d = block_of(head_dim)
+    inputs = q, k
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     if selection.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
-        block_d = max(block_d, 32)  # the least depth of an fp8 product
+    is_exact = q_scale is None and coarse is None
+
+    def plan() -> Launch:
+        tile = tile_for("select_blocks", inputs[0], inputs[1])
+        tile = fitted(tile, selection, keys, coarse is not None)
+        constants = constants_of(q, k, keys, softmax_scale, selection, tile)
+        grid = (keys.sequences.num_tiles(q.shape[0], tile.rows, keys.sequences.len_q), k.shape[1])
+        if is_exact:
+            return Launch(select_kernel, grid, **constants)
+        num_coarse = 0 if coarse is None else coarse.shape[-1]
+        more = {"FACTOR": selection.factor, "NUM_COARSE": num_coarse}
+        return Launch(select_approximate_kernel, grid, **constants, **more)
+
+    scales = () if is_exact else (q_scale, k_scale, coarse)
+    once(plan)(q, k, lse, *scales, out, *keys.arguments(), q.shape[0])
+
+
+def constants_of(
+    q: Tensor, k: Tensor, keys: KeyRange, softmax_scale: float, selection: Selection, tile: Tile
+) -> dict[str, Any]:
+    """Constants and options of both kernels; ``q`` and ``k`` as the kernels read them."""
+    _, num_heads, head_dim = q.shape
+    group_size, block_d = num_heads // k.shape[1], block_of(head_dim)
+    if selection.precision == "fp8":
+        block_d = max(block_d, 32)  # the smallest depth of an fp8 product
     # All heads of a group at once fit on chip only while they are few.
     if group_size * tile.rows * block_d * q.element_size() > KEPT_BYTES:
         tile = tile._replace(keep_queries=False)
-    width = next_power_of_2(selection.num_blocks)
-    constants: dict[str, Any] = {
+    num_blocks, block_size = selection.num_blocks, selection.block_size
+    width = next_power_of_2(num_blocks)
+    return {
         "stride_q": q.stride(),
         "stride_k": k.stride(),
         "softmax_scale": softmax_scale,
         "num_init": selection.num_init,
         "num_local": selection.num_local,
         "HEADS": Heads(num_heads, group_size, head_dim, head_dim, block_d, block_d),
-        "SCORING": Scoring(
-            keys.size, keys.stride, selection.block_size, selection.num_blocks, width
-        ),
+        "SCORING": Scoring(keys.size, keys.stride, block_size, num_blocks, width),
         "COUNTS": selection.counts,
         "TILE": tile,
         **tile.launch_options(),
     }
-    grid = (keys.sequences.num_tiles(num_q, tile.rows, keys.sequences.len_q), k.shape[1])
-    if q_scale is None and coarse is None:
-        select_kernel[grid](q, k, lse, out, *keys.arguments(), num_q, **constants)
-        return
-    select_approximate_kernel[grid](
-        q,
-        k,
-        lse,
-        q_scale,
-        k_scale,
-        coarse,
-        out,
-        *keys.arguments(),
-        num_q,
-        **constants,
-        FACTOR=selection.factor,
-        NUM_COARSE=0 if coarse is None else coarse.shape[-1],
-    )

@@ -5,25 +5,17 @@ Triton is loaded when it first runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa.errors import check
-from nsa.ops._limits import check_keys, check_queries
-from nsa.ops._operator import Call, FlatCall, schema_of
-from nsa.ops._range import KeyRange, by_head, rows
+from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import by_head, rows
+from nsa.ops._operator import Call, FlatCall, KeyRange, schema_of
 from nsa.ops._register import register
-from nsa.ops.selection.reference import coarse_keys
-
-
-class SelectionInputs(NamedTuple):
-    """Queries ``[T, Hq, D]``, compressed keys ``[C, Hkv, D]`` and the branch's lse ``[T, Hq]``."""
-
-    q: Tensor
-    k_cmp: Tensor
-    lse: Tensor
+from nsa.ops.selection.reference import SelectionInputs, coarse_keys
 
 
 def check_fp8(capability: tuple[int, int]) -> None:
@@ -40,7 +32,6 @@ def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
 
 def select_blocks_by_kernel(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Fill ``out``, see :func:`new_selection`."""
-    from nsa.ops._triton.tuning import tile_for
     from nsa.ops.selection.launch import Selection, select_blocks_forward
 
     config, keys = call.config, KeyRange.of_blocks(call)
@@ -54,10 +45,9 @@ def select_blocks_by_kernel(inputs: SelectionInputs, call: Call, out: Tensor) ->
         means, cu_coarse = coarse_keys(inputs.k_cmp, config, call.sequences)
         first, ranges = Selection.of_coarse(config), keys.of_coarse(config, cu_coarse)
         coarse = new_selection(q, means, first.num_blocks)
-        tile = tile_for("select_blocks", q, means)
-        select_blocks_forward(q, means, lse, coarse, ranges, call.softmax_scale, first, tile)
-    selection, tile = Selection.of(config), tile_for("select_blocks", q, k)
-    select_blocks_forward(q, k, lse, out, keys, call.softmax_scale, selection, tile, coarse)
+        select_blocks_forward(q, means, lse, coarse, ranges, call.softmax_scale, first)
+    selection = Selection.of(config)
+    select_blocks_forward(q, k, lse, out, keys, call.softmax_scale, selection, coarse)
 
 
 def _run(*flat: Any) -> Tensor:

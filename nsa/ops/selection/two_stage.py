@@ -1,8 +1,8 @@
 """Pieces of ``approximate.py``: only blocks inside the coarse blocks that a query kept are scored.
 
-The first stage is the kernel of ``exact.py`` over the mean keys of coarse blocks. The second visits
-the steps in which some query of the tile kept a coarse block, and each step before such a one,
-whose last key reaches into it.
+The first stage is ``select_kernel`` over the mean keys of coarse blocks. The second visits the
+steps in which some query of the tile kept a coarse block, and each step before such a one, whose
+last key reaches into it.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -10,7 +10,7 @@ whose last key reaches into it.
 import triton
 import triton.language as tl
 
-from nsa.ops.selection.scores import LAST_ID
+from nsa.ops.selection.kernels import LAST_ID
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def kept_columns(
     FACTOR: tl.constexpr,
     NUM_COARSE: tl.constexpr,
 ):
-    """Which blocks ``j0 .. j0 + BLOCK_J`` lie in a coarse block that the query kept.
+    """Mask of the blocks ``j0 .. j0 + BLOCK_J`` that are in a coarse block that the query kept.
 
     Args:
         coarse_ptr: ascending list of each query ``[BLOCK_Q]``, ``NUM_COARSE`` coarse blocks long.

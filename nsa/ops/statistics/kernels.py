@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.loads import load_fp32
-from nsa.ops._triton.tiles import VARYING, find_tile, sequence_rows
+from nsa.ops._triton.tiles import VARYING, find_tile, load_fp32, sequence_rows
 from nsa.ops.statistics import reference
 
 LARGE = tl.constexpr(reference.LARGE)

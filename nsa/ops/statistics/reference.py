@@ -13,7 +13,7 @@ from nsa.ops._sequences import Sequences
 
 
 class Statistics(NamedTuple):
-    """Where each of a layer's statistics lies in their tensor.
+    """Index of each of a layer's statistics in their tensor.
 
     All are sums but the first and the last two. Shares and means are kept as integers, so that sums
     are the same in any order.

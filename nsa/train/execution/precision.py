@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa.errors import check
-from nsa.ops._capability import check_kernels_run
+from nsa.ops._backend import check_kernels_run
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

@@ -1,4 +1,7 @@
-"""What attention kernels are told besides sequences: sizes of heads, and gates."""
+"""Sizes of tiles, grids and heads, for the host.
+
+Nothing here needs Triton, whose functions of these names cost microseconds a call outside kernels.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-
-from nsa.ops._triton.sizes import next_power_of_2
 
 
 class Heads(NamedTuple):
@@ -31,7 +32,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor) -> Heads:
-        """Of queries ``[T, Hq, D]`` and values ``[N, Hkv, Dv]``."""
+        """Return the sizes for queries ``[T, Hq, D]`` and values ``[N, Hkv, Dv]``."""
         _, num_heads, head_dim = q.shape
         _, num_kv_heads, value_dim = v.shape
         sizes = (head_dim, value_dim, block_of(head_dim), block_of(value_dim))
@@ -62,3 +63,28 @@ class Gated:
         if self.gates is None or self.dgates is None:
             return None
         return self.gates, self.dgates, lse
+
+
+def cdiv(number: int, size: int) -> int:
+    """Parts of ``size`` that hold ``number``, at least 0."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number``, itself at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x [N, H, D]`` as kernels read it: heads contiguous, those of a row within 2^31 elements.
+
+    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer
+    dimension in memory.
+    """
+    near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
+    return x if near and x.stride(2) == 1 else x.contiguous()
+
+
+def by_head(lse: Tensor) -> Tensor:
+    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; they wrote it so, then nothing is copied."""
+    return lse.t().contiguous()

@@ -1,0 +1,311 @@
+"""Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input.
+
+What outlives a launcher is made before it: the caller decides on which stream
+(``nsa/ops/_side_stream.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.ops._layout import Gated, Heads, block_of, by_head, cdiv, rows
+from nsa.ops._operator import KeyRange
+from nsa.ops._plan import once
+from nsa.ops._triton.kernel import Launch, fitting, source
+from nsa.ops._triton.tuning import LONG_KEYS, MOST_REGISTERS, Tile, tile_for
+from nsa.ops.range.kernels import (
+    range_dkv_kernel,
+    range_dq_kernel,
+    range_fwd_kernel,
+    range_reduce_kernel,
+)
+from nsa.ops.range.reference import RangeInputs, RangeResults
+
+# Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
+# smallest, and programs to aim at.
+MAX_CHUNKS = 40
+MIN_CHUNK_ROWS = 512
+TARGET_PROGRAMS = 10_240
+
+
+def tile_name(operator: str, kind: str, keys: KeyRange) -> str:
+    """Name of a kernel in the tables of tiles; with very many keys it has a tile of its own."""
+    many = not keys.window and keys.len_key >= LONG_KEYS
+    return f"{operator}_{kind}{'_long' if many else ''}"
+
+
+def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
+    """Launch options of a kernel that sums dK and dV of so many keys.
+
+    64 registers of a thread hold the sums.
+    """
+    warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
+    return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
+
+
+def range_forward(
+    name: str,
+    inputs: RangeInputs,
+    out: Tensor,
+    lse: Tensor,
+    keys: KeyRange,
+    softmax_scale: float,
+) -> None:
+    """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``, with the tile of the operator ``name``."""
+    q, k, v = inputs
+
+    def plan() -> tuple[Tile, Launch]:
+        tile = fitting(tile_for(tile_name(name, "fwd", keys), q, v), k, v)
+        constants = constants_of(inputs, keys, softmax_scale)
+        grid = query_grid(inputs, keys, tile)
+        return tile, Launch(range_fwd_kernel, grid, **constants, TILE=tile, **tile.launch_options())
+
+    if q.shape[0] and not k.shape[0]:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    elif q.shape[0]:
+        tile, launch = once(plan)
+        launch(
+            q,
+            source(k, tile.keys, tile),
+            source(v, tile.keys, tile),
+            out,
+            lse,
+            *keys.arguments(),
+            q.shape[0],
+        )
+
+
+def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, int]:
+    """Programs: tiles of queries by query heads of a group, and KV heads."""
+    q, _, v = inputs
+    num_kv_heads, where = v.shape[1], keys.sequences
+    group_size = q.shape[1] // num_kv_heads
+    rows = q.shape[0] * group_size
+    return where.num_tiles(rows, tile.rows, where.len_q * group_size), num_kv_heads
+
+
+def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
+    """Constants of every kernel besides its tile."""
+    q, k, v = inputs
+    return {
+        "stride_q": q.stride(),
+        "stride_k": k.stride(),
+        "stride_v": v.stride(),
+        "softmax_scale": softmax_scale,
+        "size": keys.size,
+        "stride": keys.stride,
+        "HEADS": Heads.of(q, v),
+        "WINDOW": keys.window,
+    }
+
+
+@dataclass(frozen=True)
+class RangeBackward:
+    """Tensors of a backward pass: inputs, and what the kernel of dQ passes on to that of dK and dV.
+
+    Attributes:
+        name: of the operator.
+        inputs: of the forward.
+        results: of the forward, with lse as ``[Hq, T]``.
+        dout: gradient of out; with gates that of the branches' gated sum.
+        dq: gradient of q, contiguous.
+        keys: which keys a query sees.
+        softmax_scale: factor on the scores.
+        gated: the branch's part in the gated sum.
+        delta: fp32 ``[Hq, T]``: row sums of out * dout.
+        gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise
+            that of the forward.
+    """
+
+    name: str
+    inputs: RangeInputs
+    results: RangeResults
+    dout: Tensor
+    dq: Tensor
+    keys: KeyRange
+    softmax_scale: float
+    gated: Gated
+    delta: Tensor
+    gated_lse: Tensor
+
+    @classmethod
+    def new(
+        cls,
+        name: str,
+        inputs: RangeInputs,
+        results: RangeResults,
+        dout: Tensor,
+        dq: Tensor,
+        keys: KeyRange,
+        softmax_scale: float,
+        gated: Gated | None = None,
+    ) -> RangeBackward:
+        """The backward of the operator ``name``, with all its memory but dk and dv.
+
+        Args:
+            name: of the operator.
+            inputs: of the forward.
+            results: of the forward.
+            dout: gradient of ``out``; with ``gated`` that of the branches' gated sum.
+            dq: where the gradient of q goes, contiguous.
+            keys: which keys a query sees.
+            softmax_scale: factor on the scores.
+            gated: the branch's part in the gated sum.
+        """
+        inputs, gated = RangeInputs(*(rows(x) for x in inputs)), gated or Gated()
+        lse = by_head(results.lse)
+        made = (torch.empty_like(lse), lse if gated.gates is None else torch.empty_like(lse))
+        results = RangeResults(results.out, lse)
+        return cls(name, inputs, results, rows(dout), dq, keys, softmax_scale, gated, *made)
+
+    def tile_name(self, kind: str) -> str:
+        """Name of one of its kernels in the tables of tiles."""
+        return tile_name(self.name, kind, self.keys)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of both kernels besides their tile."""
+        constants = constants_of(self.inputs, self.keys, self.softmax_scale)
+        return {**constants, "stride_do": self.dout.stride()}
+
+    def query_gradient(self) -> None:
+        """First half of the backward: dq and, for the second half, delta and the gated lse."""
+        q, k, v = self.inputs
+        keys, gated = self.keys, self.gated
+        if q.shape[0] == 0 or k.shape[0] == 0:
+            if not gated.adds:
+                self.dq.zero_()
+            return
+
+        def plan() -> tuple[Tile, Launch]:
+            tile = fitting(tile_for(self.tile_name("dq"), q, v), k, v)
+            grid = query_grid(self.inputs, keys, tile)
+            constants = {**self.constants, "TILE": tile, "ADD": gated.adds}
+            return tile, Launch(range_dq_kernel, grid, **constants, **tile.launch_options())
+
+        tile, launch = once(plan)
+        launch(
+            q,
+            source(k, tile.keys, tile),
+            source(v, tile.keys, tile),
+            self.results.out,
+            self.dout,
+            self.results.lse,
+            self.delta,
+            self.dq,
+            gated.pointers(self.gated_lse),
+            *keys.arguments(),
+            q.shape[0],
+        )
+
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
+        q, k, v = self.inputs
+        keys, dout, num_q = self.keys, self.dout, q.shape[0]
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        plan = once(lambda: plan_keys(self))
+        if not keys.window or num_q == 0:
+            # Rows that no block owns are not visited.
+            dk.zero_()
+            dv.zero_()
+        if num_q == 0 or plan.num_chunks == 0:
+            return dk, dv
+        is_partial = plan.num_chunks > 1
+        dk_sum, dv_sum = dk, dv
+        if is_partial:
+            dk_sum = k.new_empty(plan.num_chunks, *k.shape, dtype=torch.float32)
+            dv_sum = v.new_empty(plan.num_chunks, *v.shape, dtype=torch.float32)
+        tile = plan.tile
+        plan.launch(
+            source(q, tile.rows, tile),
+            k,
+            v,
+            source(dout, tile.rows, tile),
+            self.gated_lse,
+            self.delta,
+            dk_sum,
+            dv_sum,
+            *keys.arguments(),
+            num_q,
+            plan.chunk_rows,
+            k.shape[0],
+        )
+        if is_partial:
+            plan.reduce(
+                *(dk_sum, dv_sum, dk, dv),
+                *keys.arguments(),
+                *(plan.chunk_rows, k.shape[0], keys.size, keys.stride),
+            )
+        return dk, dv
+
+
+class KeyPlan(NamedTuple):
+    """Plan of :meth:`RangeBackward.key_gradients`.
+
+    Attributes:
+        tile: of the kernel of dK and dV.
+        num_chunks: chunks of queries; 0 if there is nothing to compute.
+        chunk_rows: queries of a chunk.
+        launch: the kernel of dK and dV.
+        reduce: the kernel that adds the sums of several chunks.
+    """
+
+    tile: Tile
+    num_chunks: int
+    chunk_rows: int
+    launch: Launch
+    reduce: Launch
+
+
+def plan_keys(backward: RangeBackward) -> KeyPlan:
+    """Plan the second half of the backward."""
+    (q, k, v), keys, len_q = backward.inputs, backward.keys, backward.keys.sequences.len_q
+    tile, num_kv_heads = tile_for(backward.tile_name("dkv"), q, v), k.shape[1]
+    num_blocks = keys.sequences.num_tiles(k.shape[0], tile.keys, keys.len_key)
+    most = min(len_q, keys.size) if keys.window else len_q
+    programs = num_blocks * num_kv_heads
+    chunks = chunks_of(len_q, most, keys.window, programs, tile.rows) if programs else (0, 0)
+    tile = fitting(tile, q, backward.dout)
+    if q.shape[1] == num_kv_heads and tile.max_registers is not None:
+        # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
+        tile = tile._replace(edge_stages=1)
+    constants, grid = backward.constants, (num_blocks, num_kv_heads)
+    launch = Launch(
+        range_dkv_kernel, (*grid, chunks[0]), **constants, TILE=tile, **tile.launch_options()
+    )
+    reduce = Launch(
+        range_reduce_kernel,
+        (*grid, 2),
+        HEADS=constants["HEADS"],
+        BLOCK_N=tile.keys,
+        WINDOW=keys.window,
+        **reduction_options(tile.keys, k.shape[2], v.shape[2]),
+    )
+    return KeyPlan(tile, *chunks, launch, reduce)
+
+
+def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:
+    """Chunks that the queries of a key block are cut into, and queries of a chunk.
+
+    They follow from shapes alone, so that sums never change order.
+
+    Args:
+        len_q: queries of the longest sequence.
+        most: at most so many of them see a key.
+        window: whether keys are tokens of a window.
+        num_programs: programs of one chunk.
+        rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one
+            more.
+    """
+    num_chunks = max(
+        1, min(cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1))
+    )
+    if num_chunks == 1 or (window and most <= 2 * MIN_CHUNK_ROWS):
+        return 1, len_q
+    chunk_rows = cdiv(cdiv(len_q, num_chunks), rows) * rows
+    return cdiv(len_q, chunk_rows), chunk_rows
