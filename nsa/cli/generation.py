@@ -119,7 +119,7 @@ def _starter(
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.inputs import load_model
-    from nsa.train.runs.selection import check_selects
+    from nsa.train.runs.inspection import check_selects
     from nsa.train.watch.out_of_memory import check_fits
 
     config = folder.load_config().model
@@ -253,8 +253,8 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
         return
     from nsa.lm.inspection import inspect_text
     from nsa.train.execution.precision import autocast
-    from nsa.train.runs.plots import save_png
-    from nsa.train.runs.selection import heat_maps, selection_lines
+    from nsa.train.runs.inspection import heat_maps, selection_lines
+    from nsa.train.runs.page import save_png
 
     # The model reads the text once more, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]

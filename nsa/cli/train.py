@@ -179,7 +179,8 @@ def _run(
             beat=watchdog.beat,
         )
         report.begin()
-        done, recording = trainer.state.progress.step, plan and _recording(trainer, plan, folder)
+        done = trainer.state.progress.step
+        recording = None if plan is None else _recording(trainer, plan, folder)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
         try:
