@@ -32,7 +32,7 @@ from nsa.train.watch.out_of_memory import (
     remedies,
 )
 from tests.faults.cases import Nsa
-from tests.train.cases import tiny_config
+from tests.train.cases import MODEL, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "train tiny.yaml --run-dir run"
@@ -192,7 +192,7 @@ def test_what_counts(error, expected):
 
 def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal, monkeypatch):
     nsa(TRAIN)
-    count = LanguageModel(tiny_config(Path.cwd()).model).num_parameters()["total"]
+    count = LanguageModel(MODEL).num_parameters()["total"]
     profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
     for line, needed in (
         ("train tiny.yaml --run-dir new", 16),
@@ -209,7 +209,7 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
     nsa("eval run")
     monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 8 * count)
-    check_fits("train", tiny_config(Path.cwd()).model, torch.device("cpu"), shares=2)
+    check_fits("train", MODEL, torch.device("cpu"), shares=2)
 
 
 def test_free_memory_of_a_machine_and_of_a_container(tmp_path, monkeypatch):

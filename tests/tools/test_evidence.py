@@ -20,7 +20,7 @@ from nsa.ops.selected.types import queries_of_tile
 from nsa.train.data import Origin, PrepareConfig, prepare
 from nsa.train.load import load_config, to_yaml
 from tests.cli.test_documented_commands import check_command
-from tests.train.cases import tiny_config
+from tests.train.cases import PATTERN, tiny_config
 from tools.evidence import __main__ as command_line
 from tools.evidence import report
 from tools.evidence import run as runner
@@ -190,7 +190,7 @@ def test_committed_tables_are_made_of_the_committed_rows(tmp_path, monkeypatch, 
 
 
 def test_blocks_of_a_tile_are_counted_once():
-    config = tiny_config(Path()).model.nsa
+    config = PATTERN
     queries, n = queries_of_tile(config.group_size), config.num_selected_blocks
     layer = np.tile(np.arange(n), (queries + 1, 1, 1))
     layer[0, 0, -1], layer[-1, 0, 1:] = n, -1
@@ -198,7 +198,7 @@ def test_blocks_of_a_tile_are_counted_once():
 
 
 def test_a_random_selection_has_every_forced_block():
-    config = tiny_config(Path()).model.nsa
+    config = PATTERN
     n, size = config.num_selected_blocks, config.block_size
     found = report.random_selection(config, 20 * size)[:, 0]
     for query, blocks in enumerate(found):
