@@ -149,7 +149,6 @@ def test_commands_of_the_core(core):
     said = core("nsa", "doctor")
     assert "no problem found" in said
     assert "data: without numpy, PyYAML, matplotlib, rich, " in said
-    assert "configurations\n  not loaded: that needs the extra train" in said
 
 
 @pytest.mark.parametrize(

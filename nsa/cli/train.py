@@ -179,8 +179,7 @@ def _run(
             beat=watchdog.beat,
         )
         report.begin()
-        done = trainer.state.progress.step
-        recording = None if plan is None else _recording(trainer, plan, folder)
+        done, recording = trainer.state.progress.step, _recording(trainer, plan, folder)
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
         try:
@@ -193,11 +192,11 @@ def _run(
                 recording.close()
             elif processes.is_main:
                 _plot(folder)
-        if not result.finished:
-            report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
-            return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
-        report.line(_summary(folder, result.step, done), event="finish")
-    return 0
+        if result.finished:
+            report.line(_summary(folder, result.step, done), event="finish")
+            return 0
+        report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
+        return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
 
 
 def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], None]:
@@ -295,8 +294,10 @@ def profile(
     return 0 if files else EXIT_FAILED
 
 
-def _recording(trainer: Trainer, plan: Plan, folder: RunFolder) -> Generator[None]:
-    """Profile a run whose ``on_step`` continues this generator, which has begun."""
+def _recording(trainer: Trainer, plan: Plan | None, folder: RunFolder) -> Generator[None] | None:
+    """Profile a run whose ``on_step`` continues this generator, which has begun; None without."""
+    if plan is None:
+        return None
     from nsa.train.profiler.session import record
 
     def recording() -> Generator[None]:

@@ -240,7 +240,7 @@ def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
 
     for content in (b"a\0b", "\u00e9".encode("latin-1"), b"", b"a"):
         Path("odd").write_bytes(content)
-        assert refusal("eval run --text odd").startswith("nsa: --text must hold")
+        assert refusal("eval run --text odd").startswith("nsa: --text must contain")
     assert "--text must name an existing file" in refusal("eval run --text nowhere")
     assert "--repeat must be left out with --text" in refusal("eval run --text - --repeat 8")
 

@@ -193,7 +193,7 @@ def test_show_selection(here, nsa, refusal, capsys):
     assert said.out == expected
     speed, title, layer, picture = said.err.splitlines()
     assert speed.startswith("prefill 100 tokens")
-    assert "look for token 111 of the text (blocks of 16 tokens" in title
+    assert "blocks selected for token 111 of the text (blocks of 16 tokens" in title
     ((bar, ranges),) = re.findall(r"^layer  0 \|([ █]{7})\| ([\d: ]+)$", layer)
     blocks = {block for block, mark in enumerate(bar) if mark == "█"}
     pairs = [tuple(map(int, pair.split(":"))) for pair in ranges.split()]

@@ -166,4 +166,4 @@ def test_the_doctor_names_it(asked, monkeypatch):
     assert problem.startswith(said)
     assert problem.endswith("Train with: --device cpu")
     *_, line = doctor._operators()
-    assert line == "cuda: nothing, the GPU is too old for the Triton kernels"
+    assert line == "cuda: none, the GPU is too old for the Triton kernels"

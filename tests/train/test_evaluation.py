@@ -217,7 +217,7 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
         paired_difference([two], [other])
     windows = SplitWindows(source(), 10**6, document_mask=True)
-    with pytest.raises(ValueError, match="num_windows must be positive, with at least one window"):
+    with pytest.raises(ValueError, match="windows must hold targets that spell at least one byte"):
         measure(NextTokenLoss(make_model()), windows, 1, 1)
 
 
