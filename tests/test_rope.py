@@ -35,11 +35,6 @@ def test_by_hand():
     near(one, np.array([c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]), 1e-8)
 
 
-def test_position_zero_changes_nothing():
-    x = make_batch(small(), (5,)).q()
-    assert torch.equal(apply_rope(x, torch.zeros(5, dtype=torch.int64), Rope(16)), x)
-
-
 def test_every_head_turns_alike():
     """Rotation is per head: it is not one rotation over the flattened heads."""
     head = make_batch(small(), (130,)).normal(130, 1, 16)

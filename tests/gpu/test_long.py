@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_compress_beyond_31_bits():
         # Tokens at the ends of a piece belong to blocks of its neighbours, too.
         sample = Sample(rows, tokens[16:-16], cu, cu)
         check_sampled(
-            lambda d, given=(inputs, sample): sampled_values("compress", *given, MANY_HEADS, d),
+            partial(sampled_values, "compress", inputs, sample, MANY_HEADS),
             {"y": y.detach()[row : row + 63], "dx": dx[first:last]},
             BF16,
             "compress",

@@ -64,8 +64,7 @@ def run(
             stack.enter_context(mock.patch.object(launch, "num_segments", return_value=segments))
         for name, value in constants.items():
             stack.enter_context(mock.patch.object(launch, name, value))
-        given = {} if block_indices is None else {"block_indices": block_indices}
-        return run_branch(operator, case, **given)
+        return run_branch(operator, case, block_indices=block_indices)
 
 
 TILE, TURNED = Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, keys_as_rows=True)

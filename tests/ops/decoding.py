@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -128,8 +129,8 @@ class Decoded:
         """A step against fp64, its selection by the compressed keys as stored; its reads."""
         case, config, x = self.case, self.case.config, self.x
         out, ids, reads = self.step()
-        weights = phi_of(parameters_of(case)) or (None, None)
-        phi = Phi(*weights, Rope.from_config(config))
+        phi_k, phi_v = phi_of(parameters_of(case)) or (None, None)
+        phi = Phi(phi_k, phi_v, Rope.from_config(config))
         inputs, stored = {**named_tensors(x), "block_indices": ids}, self.compressed_keys()
         scored = x.q
         if self.q_cmp is not None:
@@ -138,7 +139,7 @@ class Decoded:
         of_blocks = sample._replace(queries=every(stored))
 
         def values(name: str, given: dict[str, Tensor], rows: Sample) -> Any:
-            return lambda dtype: sampled_values(name, given, rows, config, dtype, phi)
+            return partial(sampled_values, name, given, rows, config, phi=phi)
 
         more = case.dtype, "decode", case.factor
         raw = {"x": x.k_cmp_raw}

@@ -128,8 +128,8 @@ class Case:
     def sequences(self, x: PackedInputs) -> Sequences:
         """Sequences of as many queries as keys, or of fewer."""
         offsets = None if self.dense else (x.cu_seqlens_q, x.cu_seqlens_k)
-        longest = (max(lengths, default=0) for lengths in (self.queries, self.lengths_k))
-        return Sequences(offsets, len(self.queries), *longest, x.q.device)
+        max_q, max_k = (max(lengths, default=0) for lengths in (self.queries, self.lengths_k))
+        return Sequences(offsets, len(self.queries), max_q, max_k, x.q.device)
 
 
 def cu(x: PackedInputs) -> dict[str, Any]:
@@ -304,15 +304,8 @@ def check_compress(case: Case, seed: int = 4) -> None:
         blocks = torch.arange(num_blocks, device=case.device)
         sample = Sample(blocks, every(raw), x.cu_seqlens_q, x.cu_seqlens_k)
         inputs, phi = {"x": raw, "dout": dy}, Phi(weights if parameters else None)
-        check_sampled(
-            lambda dtype, given=(inputs, sample, config), phi=phi: sampled_values(  # type: ignore[misc]
-                "compress", *given, dtype, phi
-            ),
-            actual,
-            case.dtype,
-            "compress",
-            case.factor,
-        )
+        values = partial(sampled_values, "compress", inputs, sample, config, phi=phi)
+        check_sampled(values, actual, case.dtype, "compress", case.factor)
 
 
 def compare(
@@ -409,16 +402,15 @@ def run_whole(
     of_keys = {f"d{name}": grads[f"d{name}"] for name in on}
     of_weights = {f"d{name}": grads[f"d{name}"] for name in parameters if "cmp" in config.branches}
     names = [name for name in ("dq", "dgates", "dq_cmp") if name in grads]
-    of_queries = {"out": out.detach(), **{name: grads[name] for name in names}}
-    inputs, scored = {**tokens, "dout": dout}, None
+    of_queries = {"out": out.detach()} | {name: grads[name] for name in names}
+    inputs = {**tokens, "dout": dout}
+    scored: tuple[Tensor, Tensor] | None = None
     if seen:
-        *scored, inputs["block_indices"] = seen[0]
-    weights = (None, None) if phi is None else phi
-    oracle = Phi(*weights, rope)
+        q, k, inputs["block_indices"] = seen[0]
+        scored = q, k
+    oracle = Phi(rope=rope) if phi is None else Phi(phi[0], phi[1], rope)
     results = Results(case, "attention", inputs, x, of_queries, of_keys, x.k_win.shape[0])
-    return dataclasses.replace(
-        results, of_weights=of_weights, phi=oracle, scored=None if scored is None else (*scored,)
-    )
+    return dataclasses.replace(results, of_weights=of_weights, phi=oracle, scored=scored)
 
 
 def parameters_of(case: Case) -> dict[str, Tensor]:

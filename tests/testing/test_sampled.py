@@ -29,7 +29,8 @@ def small_parts(monkeypatch):
 
 def case_of(lengths: Any = PACKED, dtype: Any = torch.float64, **changes: Any) -> Case:
     config = dataclasses.replace(CONFIG, **changes)
-    return Case(config, *lengths, dtype=dtype, backend="reference")
+    lengths_k, lengths_q = lengths
+    return Case(config, lengths_k, lengths_q, dtype=dtype, backend="reference")
 
 
 def shuffled(count: int, part: int = 1) -> Tensor:
@@ -64,8 +65,9 @@ def fails(results: Results, name: str, planted: Tensor) -> None:
     """The gate over some rows of a result that is replaced."""
     rows, keys = torch.tensor([5, 100, 250]), torch.arange(0, results.num_keys, 7)
     results.check(rows, keys)
-    whose = "of_queries" if name in results.of_queries else "of_keys"
-    wrong = dataclasses.replace(results, **{whose: {**getattr(results, whose), name: planted}})
+    of_queries, of_keys = dict(results.of_queries), dict(results.of_keys)
+    (of_queries if name in of_queries else of_keys)[name] = planted
+    wrong = dataclasses.replace(results, of_queries=of_queries, of_keys=of_keys)
     with pytest.raises(AssertionError, match=f"{results.operator} {name}"):
         wrong.check(rows, keys)
 
