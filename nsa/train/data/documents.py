@@ -196,7 +196,7 @@ def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = Fal
             fault = fault_of_text(text)
         except OSError as error:
             text, fault = b"", f"{error.strerror}"
-        rule, hint = "hold text files only", "Choose files with data.pattern."
+        rule, hint = "contain text files only", "Choose files with data.pattern."
         check(skip or not fault, "open_data", "data.path", rule, f"{fault} in {name}", hint)
         if fault:
             files.skipped.append(name)
