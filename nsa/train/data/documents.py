@@ -203,7 +203,7 @@ def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = Fal
         elif text:
             files.documents.append(Document(name, text))
     found = f"{len(names)} without any: {', '.join(names[:3])}"
-    check(bool(files.documents), "open_data", "data.path", "hold files with text", found)
+    check(bool(files.documents), "open_data", "data.path", "contain files with text", found)
     return files
 
 

@@ -60,7 +60,7 @@ def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):
             "a.txt",
             b"",
             "*",
-            r"data\.path must hold files with text, got 1 without any: a\.txt",
+            r"data\.path must contain files with text, got 1 without any: a\.txt",
         ),
         ("a.txt", b"abc\0def", "*", "text files only, got a NUL byte at offset 3 in a.txt"),
         ("a.txt", b"caf\xe9", "*", "text files only, got bytes that are not UTF-8 at offset 3 in"),
