@@ -247,7 +247,7 @@ def profile(
       nsa profile 78m --micro-batch 32 --accumulation 1 --global-batch 32 --compile true
     After --wait and --warmup steps, --active steps are recorded, then the run ends. The folder
     profile in the run folder gets trace.json.gz (for ui.perfetto.dev), stages.txt and stages.json
-    (time by stage, which adds up to the step) and kernels.txt; docs/profiling.md explains them.
+    (time by stage, which adds up to the step) and kernels.txt; docs/training.md explains them.
     With torchrun rank 0 is recorded.
 
     Args:

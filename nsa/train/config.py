@@ -163,7 +163,7 @@ class OptimConfig:
 class CheckpointingConfig:
     """Activation checkpointing: recompute activations in the backward pass to save memory.
 
-    Gradients do not change. Figures: ``docs/planning.md``.
+    Gradients do not change. Figures: ``docs/training.md``.
 
     Attributes:
         policy: ``none``; ``full``, every layer keeps its input alone; ``range``, the layers from
