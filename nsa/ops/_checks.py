@@ -49,7 +49,7 @@ def check_cu_seqlens(
     """Check the metadata of ``cu_seqlens``, which describes ``num_tokens`` tokens if known."""
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
     shape = tuple(cu_seqlens.shape)
-    least = 1 if num_tokens else 0  # fewest sequences; kernels search for the sequence of each token
+    least = 1 if num_tokens else 0  # kernels search for the sequence of each token
     fits = len(shape) == 1 and shape[0] > least
     check(fits, function, argument, f"have shape [B + 1] with B at least {least}", shape)
     check(

@@ -95,9 +95,9 @@ class Sequences:
     def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
         """Sequences of a padded batch; create the object once and pass it to all layers.
 
-        The tokens of a row form one sequence with positions from 0, with padding on either side, and
-        the results equal those of the unpadded sequence. Padding is never attended to, but its values
-        must be finite; results for padding are undefined. Does not synchronize.
+        The tokens of a row form one sequence with positions from 0, with padding on either side.
+        The results equal those of the unpadded sequence. Padding is never attended to, but its
+        values must be finite; results for padding are undefined. Does not synchronize.
 
         Args:
             attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
@@ -114,8 +114,8 @@ class Sequences:
         batch, length = mask.shape
         valid = mask != 0
         count = valid.sum(-1)
-        # Two sequences per row: the left padding, and the tokens with the right padding, which causal
-        # attention hides from them.
+        # Two sequences per row: the left padding, and the tokens with the right padding, which is
+        # hidden from them by causality.
         begin = valid.int().cumsum(-1).eq(0).sum(-1) * (count > 0)
         row = torch.arange(batch, device=mask.device) * length
         starts = torch.stack((row, row + begin), dim=-1).flatten()

@@ -70,7 +70,7 @@ class Streams:
             self._used = 0
 
     def record(self) -> Wait:
-        """Return a function that makes the calling stream wait for the side stream's work so far."""
+        """Return a function that makes the calling stream wait for the side's work so far."""
         if self.side is None:
             return lambda: None
         if self._used == len(self._recorded):
