@@ -151,7 +151,7 @@ class RangeBackward:
             name: name of the operator.
             inputs: inputs of the forward.
             results: results of the forward.
-            dout: gradient of ``out``; with ``gated``, the gradient of the gated sum of the branches.
+            dout: gradient of ``out``; with ``gated``, that of the gated sum of the branches.
             dq: output for the gradient of q, contiguous.
             keys: keys visible to a query.
             softmax_scale: factor on the scores.
