@@ -1,14 +1,14 @@
-"""Selected branch, tiled: a tile of queries against every block that one of its queries selected.
+"""Selected branch, tiled algorithm: a tile of queries against every block that any of them selected.
 
-The loop visits the blocks of the tile's list, see ``index.py``. The query mask of each block says
-which queries selected it, and the rows of the others are masked: for them the step changes nothing,
-so a row's arithmetic does not depend on what its neighbours selected. Blocks wholly in the past
-need no causal test; a block that reaches past the sequence is the last of the list and is handled
-apart.
+The loop visits the blocks in the tile's list, see ``index.py``. The query mask of a block tells
+which queries selected it, and the rows of the others are masked: the step does not change them, so
+a row's arithmetic does not depend on the selections of its neighbors. Blocks fully in the past need
+no causal test; a block that reaches past the sequence is the last of the list and has a loop of its
+own.
 
-Where selections scatter, most blocks of a list are wanted by one query each, and ``gathered.py``
-works on those. What stays here are a query's *local* blocks, which neighbours share: the first of
-its sequence, its own and the one before. All others are *remote*.
+If selections scatter, most blocks of a list are selected by one query each and are handled by
+``gathered.py``. This kernel then handles only a query's *local* blocks, which neighbors share: the
+first of its sequence, its own and the one before. All others are *remote*.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -39,15 +39,15 @@ from nsa.ops.selected.index_kernels import selections_scatter
 
 
 class TileList(NamedTuple):
-    """The list of one tile; a *step* is a part of a block, of as many keys as the kernel takes.
+    """List of one tile; a *step* is a part of a block with as many keys as a key tile.
 
     Attributes:
         block_ptr: the blocks, ascending.
-        mask_ptr: the query mask of each.
-        count_ptr: where the counts lie, see ``Lists``.
-        past: steps that lie wholly in the past of every query.
-        inside: steps that lie wholly inside the sequence.
-        end: all steps.
+        mask_ptr: query mask of each block.
+        count_ptr: the counts, see ``Lists``.
+        past: number of steps fully in the past of every query.
+        inside: number of steps fully inside the sequence.
+        end: number of steps.
     """
 
     block_ptr: Any
@@ -60,7 +60,7 @@ class TileList(NamedTuple):
 
 @triton.jit
 def find_list(lists, head_kv, number, num_lists, LIST_LEN: tl.constexpr, STEPS: tl.constexpr):
-    """The list of the number-th tile of a KV head, see ``TileList``; ``STEPS`` of each block."""
+    """List of the number-th tile of a KV head, see ``TileList``; ``STEPS`` steps per block."""
     block_ptr, mask_ptr, count_ptr = lists
     index = head_kv.to(tl.int64) * num_lists + number
     block_ptr += index * LIST_LEN
@@ -76,8 +76,8 @@ def find_list(lists, head_kv, number, num_lists, LIST_LEN: tl.constexpr, STEPS: 
 def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
     """Block and query mask of step i of a list.
 
-    They are loaded a step ahead: a block's number is needed before its keys can be. The last of the
-    ``skipped`` blocks stands for the first.
+    They are loaded one step ahead, because a block's index is needed before its keys. The last of
+    the ``skipped`` blocks is replaced by the first block.
     """
     at = tl.minimum(i, tile_list.end - 1) // STEPS
     at = tl.where(at < skipped, 0, at)
@@ -86,7 +86,7 @@ def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
-    """First step of a list, see ``list_step``; any values for an empty list."""
+    """First step of a list, see ``list_step``; arbitrary values for an empty list."""
     block, query_mask = 0, 0
     if tile_list.end > 0:
         block, query_mask = list_step(tile_list, i, skipped, STEPS)
@@ -95,15 +95,15 @@ def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def selects(query_mask, bit):
-    """Whether the query of each row, with this bit in the mask ``[BLOCK_M]``, selected a block."""
+    """Whether the query of each row, with its ``bit`` ``[BLOCK_M]`` in the mask, selected a block."""
     return ((query_mask >> bit) & 1) != 0
 
 
 @triton.jit
 def hide_keys(x, selected, t, n, causal, hidden):
-    """``x [BLOCK_M, BLOCK_N]``, and ``hidden`` in rows that are not ``selected``.
+    """``x [BLOCK_M, BLOCK_N]`` with ``hidden`` in rows that are not ``selected``.
 
-    If ``causal``, also where the key is after the query.
+    If ``causal``, keys after the query are hidden, too.
     """
     x = tl.where(selected[:, None], x, hidden)
     if causal:
@@ -136,10 +136,10 @@ def selected_fwd_kernel(
     ROWS: tl.constexpr,
     LIST_LEN: tl.constexpr,
 ):
-    """out ``[T, Hq, Dv]`` and lse ``[T, Hq]``; where selections scatter, over local blocks alone.
+    """Write out ``[T, Hq, Dv]`` and lse ``[T, Hq]``; over local blocks only if selections scatter.
 
-    Program (i, h) owns the i-th tile of ``ROWS`` rows from the end, queries by query heads of KV
-    head h, and loops over the blocks of its list, of at most ``LIST_LEN``.
+    Program (i, h) computes the i-th tile of ``ROWS`` rows from the end (queries by query heads of
+    KV head h), in a loop over the blocks of its list, at most ``LIST_LEN``.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -174,7 +174,7 @@ def selected_fwd_kernel(
                     if tl.load(tile_list.block_ptr) == 0:
                         begin -= STEPS
         next_block, next_mask = first_step(tile_list, begin, skipped, STEPS)
-        # Steps inside the sequence, and those of the block that reaches past it.
+        # Steps inside the sequence, and steps of the block that reaches past it.
         bounds = (begin, tile_list.inside, tile_list.end)
         for past_end in tl.static_range(2):
             for i in tl.range(
@@ -229,10 +229,10 @@ def selected_dq_kernel(
     LIST_LEN: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dQ ``[T, Hq, D]``, added to what is there if ``ADD``; nothing where selections scatter.
+    """Write dQ ``[T, Hq, D]``, accumulated if ``ADD``; does nothing if selections scatter.
 
-    Programs own the tiles of the forward. Writes what the kernels after it read, ``[T, Hq]`` each:
-    delta and, with gates, the gated lse, see ``load_statistics``.
+    Programs compute the tiles of the forward. It also writes delta and, with gates, the gated lse,
+    ``[T, Hq]`` each, for later kernels; see ``load_statistics``.
     """
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
@@ -304,9 +304,9 @@ def selected_delta_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write what ``selected_dq_kernel`` writes besides dQ, if selections scatter.
+    """Write the outputs of ``selected_dq_kernel`` other than dQ, if selections scatter.
 
-    Each program takes every num_programs-th tile of ``BLOCK_R`` rows, queries by heads.
+    Each program handles every num_programs-th tile of ``BLOCK_R`` rows (queries by heads).
     """
     if not selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         return
