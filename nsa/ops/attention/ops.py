@@ -223,9 +223,8 @@ def _backward(
 
     inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
     dout = rows(dout)
-    # Before the fork: everything that both streams use, including offsets and copies in another
-    # layout, and the results of the side stream. Branches add to dq in this order: compressed,
-    # window, selected.
+    # Before the fork: everything that both streams use, including offsets and copied layouts, and
+    # the side stream's results. Branches add to dq in the order compressed, window, selected.
     dq, dgates = inputs.q.new_empty(inputs.q.shape), torch.zeros_like(inputs.gates)
     dq_cmp = None
     if inputs.q_cmp is not None and inputs.v_cmp is not None:
@@ -249,8 +248,7 @@ def _backward(
         dkv_slc = (selected.k.new_empty(selected.k.shape), selected.v.new_empty(selected.v.shape))
     dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
     dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
-    # dQ of all branches and the selected branch run in sequence, concurrently with dK and dV of the
-    # compressed branch and the window.
+    # All dQ and the selected branch in sequence, concurrently with dK and dV of the ranges.
     with fork_join(inputs.q.device, enabled=[cmp, win, dkv_slc].count(None) < 2) as streams:
         with streams.on_side():
             if cmp is not None:

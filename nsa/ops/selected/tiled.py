@@ -1,4 +1,4 @@
-"""Selected branch, tiled algorithm: a tile of queries against every block that any of them selected.
+"""Selected branch, tiled algorithm: a tile of queries vs. all blocks that any of them selected.
 
 The loop visits the blocks in the tile's list, see ``index.py``. The query mask of a block tells
 which queries selected it, and the rows of the others are masked: the step does not change them, so
@@ -95,7 +95,7 @@ def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def selects(query_mask, bit):
-    """Whether the query of each row, with its ``bit`` ``[BLOCK_M]`` in the mask, selected a block."""
+    """Whether the query of each row selected the block; ``bit`` ``[BLOCK_M]`` is its mask bit."""
     return ((query_mask >> bit) & 1) != 0
 
 
