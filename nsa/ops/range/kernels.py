@@ -153,10 +153,10 @@ def range_fwd_kernel(
                 BLOCK_N,
                 num_stages=1 if past_end else TILE.stages,
             ):
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 masked = True if past_end else (n < middle) | (n >= tail)
                 if masked:
                     key = n + tl.arange(0, BLOCK_N)[None, :]
@@ -164,6 +164,7 @@ def range_fwd_kernel(
                     s = tl.where(seen, s, -float("inf"))
                 row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
 
+        # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
         store_rows(out_ptr, rows.token * HEADS.HQ + rows.head, rows.ok, DV, out, DV, BLOCK_DV)
         lse_of_head = lse_ptr + rows.head.to(tl.int64) * num_rows
@@ -247,11 +248,12 @@ def range_dq_kernel(
                 BLOCK_N,
                 num_stages=1 if past_end else TILE.stages,
             ):
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                # Probabilities, recomputed from lse.
                 p = tl.exp2(s * scale - lse[:, None])
                 masked = True if past_end else (n < middle) | (n >= tail)
                 if masked:
@@ -360,7 +362,7 @@ def range_dkv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         if (first < end) | (tl.num_programs(2) == 1):
-            # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+            # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
             k_ptr += head_kv * stride_k[1]
             k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
             v_ptr += head_kv * stride_v[1]
@@ -383,7 +385,7 @@ def range_dkv_kernel(
                     row = first + i // G * BLOCK_M
                     head = head_kv * G + i % G
                     queries = Span(head, first_q, num_q)
-                    # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
+                    # Load queries [BLOCK_M, BLOCK_D] and dout [BLOCK_M, BLOCK_DV].
                     q = load_keys(
                         q_source, queries, row, stride_q, D, BLOCK_D, BLOCK_M, part == 3, TMA
                     )
@@ -401,6 +403,7 @@ def range_dkv_kernel(
                     s = products(q, k, KEYS_AS_ROWS)
                     if EARLY:
                         dp = products(dout, v, KEYS_AS_ROWS)
+                    # Probabilities, recomputed from lse.
                     p = tl.exp2(s * scale - of_queries(lse, KEYS_AS_ROWS))
                     if part != 1:
                         visible_end = of_queries(high(t, size, stride, WINDOW), KEYS_AS_ROWS)
@@ -408,6 +411,7 @@ def range_dkv_kernel(
                         p = tl.where(seen, p, 0.0)
                     if not EARLY:
                         dp = products(dout, v, KEYS_AS_ROWS)
+                    # Gradients of values, scores and keys.
                     dv = key_gradient(dv, p.to(dout.dtype), dout, KEYS_AS_ROWS)
                     ds = (p * (dp - of_queries(delta, KEYS_AS_ROWS))).to(q.dtype)
                     dk = key_gradient(dk, ds, q, KEYS_AS_ROWS)

@@ -272,7 +272,7 @@ def selected_gather_fwd_kernel(
         key = chunk.block * BLOCKS.SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)
         key_ok = key < num_tokens
         key_row = (first_key + key).to(tl.int64)
-        # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
         k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
         v_ptr += head_kv * stride_v[1]
@@ -294,7 +294,7 @@ def selected_gather_fwd_kernel(
             token = first_row + rows.query
             q_at = token * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
             q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
             row_max = tl.max(s, 1) * scale
             p = tl.exp2(s * scale - row_max[:, None])
             total = tl.sum(p, 1)

@@ -103,9 +103,11 @@ def add_gradients(
     s = products(q, k, KEYS_AS_ROWS)  # fp32, same layout as ds
     if EARLY:
         dp = products(dout, v, KEYS_AS_ROWS)
+    # Probabilities, recomputed from lse.
     p = tl.exp2(s * scale - of_queries(lse, KEYS_AS_ROWS))
     if causal:
         p = tl.where(of_keys(key, KEYS_AS_ROWS) <= of_queries(t, KEYS_AS_ROWS), p, 0.0)
+    # Gradients of values, scores and keys.
     dv = key_gradient(dv, p.to(dout.dtype), dout, KEYS_AS_ROWS)
     if not EARLY:
         dp = products(dout, v, KEYS_AS_ROWS)
@@ -204,7 +206,7 @@ def selected_gather_bwd_kernel(
         key = n + tl.arange(0, BLOCK_N)
         key_ok = key < num_tokens
         key_row = (first_key + key).to(tl.int64)
-        # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
         k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
         v_ptr += head_kv * stride_v[1]

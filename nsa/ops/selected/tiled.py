@@ -1,4 +1,4 @@
-"""Selected branch, tiled algorithm: a tile of queries vs. all blocks that any of them selected.
+"""Selected branch, tiled algorithm: a query tile against all blocks that its queries selected.
 
 The loop visits the blocks in the tile's list, see ``index.py``. The query mask of a block tells
 which queries selected it, and the rows of the others are masked: the step does not change them, so
@@ -182,16 +182,17 @@ def selected_fwd_kernel(
             ):
                 n, query_mask = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, skipped, STEPS)
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 selected = selects(query_mask, rows.bit)
                 if local is not None:
                     selected = selected & ((n >= local) | (n < BLOCK_SIZE))
                 causal = True if past_end else i >= tile_list.past
                 s = hide_keys(s, selected, rows.t, n, causal, -float("inf"))
                 row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
         out_row = rows.token * HEADS.HQ + rows.head
         store_rows(out_ptr, out_row, rows.ok, DV, out, DV, BLOCK_DV)
@@ -272,11 +273,12 @@ def selected_dq_kernel(
             ):
                 n, query_mask = next_block * BLOCKS.SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, 0, STEPS)
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                # Probabilities, recomputed from lse.
                 p = tl.exp2(s * scale - lse[:, None])
                 causal = True if past_end else i >= tile_list.past
                 p = hide_keys(p, selects(query_mask, rows.bit), rows.t, n, causal, 0.0)
