@@ -22,8 +22,7 @@ class AbsentGPU(DriverBase):
     def __init__(self, arch: int) -> None:
         super().__init__()
         self.arch = arch
-        # Triton caches compiled kernels per device: a unique index keeps those of different
-        # drivers apart.
+        # Triton caches compiled kernels per device: a unique index separates the drivers.
         self.serial = next(self.serials)
 
     @classmethod

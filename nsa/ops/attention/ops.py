@@ -1,9 +1,9 @@
 """``nsa::attention``, registered with PyTorch.
 
 The forward runs the operators of the branches, the window concurrently with the others. The
-backward is fused: the kernels of each branch read the gradient of the gated sum, apply the branch's gate and
-compute the gate's gradient (the row sum that a softmax gradient needs anyway), and add their dQ to
-that of the previous branch. The gradient of a branch's output is never written.
+backward is fused: the kernels of each branch read the gradient of the gated sum, apply the branch's
+gate and compute the gate's gradient (the row sum that a softmax gradient needs anyway), and add
+their dQ to that of the previous branch. The gradient of a branch's output is never written.
 """
 
 from __future__ import annotations

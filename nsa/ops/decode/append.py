@@ -83,7 +83,7 @@ def take_in(
     d = tl.arange(0, PLAN.streams[K].block)[None, :]
     mask = ok[:, None] & (d < SIZE)
     source = (b * P.QUERIES + i).to(tl.int64) * P.HKV + head
-    x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)
+    x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)  # [block_queries, BLOCK_D]
     tl.store(cache_ptr + (row * P.HKV + head)[:, None] * SIZE + d, x, mask=mask)
 
 
@@ -158,6 +158,7 @@ def compress_block(
     d = tl.arange(0, PLAN.streams[K].block)
     i = tl.arange(0, PLAN.block_l)
     position = block * P.STRIDE + i
+    # [block_l, BLOCK_D] fp32
     x = raw_rows(new_ptr, ring_ptr, b, head, position, i < P.L, cached, P, PLAN, K)
     if PLAN.phi == "linear":
         mask = (i < P.L)[:, None] & (d < SIZE)[None, :]
