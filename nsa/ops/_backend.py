@@ -1,4 +1,4 @@
-"""Choice of the implementation: the reference, or Triton kernels on a GPU or interpreted."""
+"""Backend choice: the reference, or Triton kernels on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from torch import Tensor
 
 from nsa.errors import check, fail
 
-# bf16 products and asynchronous copies, which the kernels and their tiles take for granted.
+# The kernels and their tiles rely on bf16 matmuls and asynchronous copies.
 LEAST_CAPABILITY = (8, 0)
 
 
 @cache
 def capability(index: int | None) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, asked once a process; None without CUDA.
+    """Compute capability of a CUDA device, cached per process; None without CUDA.
 
-    A fake tensor may say that it lies on a GPU where there is none.
+    A fake tensor may claim a CUDA device on a machine without a GPU.
     """
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 def is_too_old(index: int | None) -> bool:
-    """Whether the kernels do not run on this CUDA device."""
+    """Whether this CUDA device is too old for the kernels."""
     found = capability(index)
     return found is not None and found < LEAST_CAPABILITY
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; there is none for Windows and macOS."""
+    """Whether Triton is installed; it does not support Windows or macOS."""
     return find_spec("triton") is not None
 
 
 def check_kernels_run(function: str, argument: str, index: int | None, hint: str) -> None:
-    """Refuse a GPU that the kernels do not run on, and any where Triton is missing.
+    """Raise if the GPU is too old for the kernels or Triton is not installed.
 
-    ``torch.compile`` calls it while it traces and leaves nothing of it in the graph.
+    ``torch.compile`` evaluates it while tracing; it adds nothing to the graph.
 
     Args:
-        function: public name, for the message.
-        argument: what lies on the device, or names it.
-        index: of the CUDA device; None is the present one.
-        hint: what to do instead, a sentence.
+        function: public name, used in messages.
+        argument: name of the argument that specifies the device.
+        index: index of the CUDA device; None means the current one.
+        hint: suggested alternative, a full sentence.
 
     Raises:
         ValueError: the GPU is older than compute capability 8.0, or Triton is not installed.
@@ -63,7 +63,7 @@ def check_kernels_run(function: str, argument: str, index: int | None, hint: str
         fail(function, argument, rule, f"{name} of {found}", f"{hint} Or take a newer GPU.")
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler with this library.
+# Same effect as torch.compiler.assume_constant_result, without importing the compiler.
 check_kernels_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -75,10 +75,10 @@ _NO_KERNELS = 'Ask for backend="reference", or compute on a CPU.'
 
 
 def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
-    """The backend that runs for inputs like ``x``.
+    """Return the backend for inputs like ``x``.
 
-    ``auto`` looks at the device alone; an explicit request never falls back. Errors call ``x`` by
-    the name of the function's ``argument``.
+    ``auto`` depends only on the device; an explicit request never falls back. Error messages call
+    ``x`` by the name ``argument``.
     """
     check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     if backend == "auto":
@@ -99,7 +99,7 @@ _as_on_gpu = False
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` lies on a CUDA GPU, or counts as if it did."""
+    """Whether ``x`` is on a CUDA GPU, or is treated as if it were."""
     return x.device.type == "cuda" or _as_on_gpu
 
 
@@ -107,9 +107,8 @@ def on_gpu(x: Tensor) -> bool:
 def as_on_gpu() -> Iterator[None]:
     """Context manager: treat tensors as if they were on a GPU.
 
-    Kernels are chosen, and no contents are read.
-
-    For fake tensors, which have a shape and no data, so that no kernel runs.
+    Kernels are chosen and no tensor contents are read. Use it with fake tensors only, so that no
+    kernel actually runs.
     """
     global _as_on_gpu
     before, _as_on_gpu = _as_on_gpu, True
@@ -120,7 +119,7 @@ def as_on_gpu() -> Iterator[None]:
 
 
 def kernels_run_on_cpu() -> bool:
-    """Whether Triton interprets kernels in this process, as the tests let it."""
+    """Whether Triton interprets kernels in this process, as in the tests."""
     if not has_triton():
         return False
     import triton
@@ -129,5 +128,5 @@ def kernels_run_on_cpu() -> bool:
 
 
 def reads_contents(index: Tensor) -> bool:
-    """Whether the values of an index tensor may be looked at without waiting for a device."""
+    """Whether the values of an index tensor can be read without a device synchronization."""
     return index.device.type == "cpu" and not on_gpu(index) and not torch.compiler.is_compiling()

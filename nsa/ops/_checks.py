@@ -1,6 +1,6 @@
-"""Checks of what callers give.
+"""Checks of user input.
 
-Contents of index tensors are read on the CPU alone: on a GPU that would wait for the device.
+The contents of index tensors are read only on the CPU: reading them on a GPU would synchronize.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from nsa.ops._packed import lengths
 
 
 def _largest(counts: Tensor) -> int:
-    """The largest of some numbers, 0 without any; waits for the device on a GPU."""
+    """Maximum of the counts, 0 if there are none; synchronizes on a GPU."""
     return int(counts.max()) if counts.numel() else 0
 
 
 def longest(
     function: str, argument: str, cu_seqlens: Tensor, hint: int | None, upper: int | None
 ) -> int:
-    """At least the longest sequence: the hint, ``upper``, or read from ``cu_seqlens``.
+    """Upper bound of the sequence lengths: the hint, ``upper``, or read from ``cu_seqlens``.
 
-    Reading waits for the device on a GPU.
+    Reading ``cu_seqlens`` on a GPU synchronizes.
     """
     if hint is None:
         return _largest(lengths(cu_seqlens)) if upper is None else upper
@@ -49,7 +49,7 @@ def check_cu_seqlens(
     """Check the metadata of ``cu_seqlens``, which describes ``num_tokens`` tokens if known."""
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
     shape = tuple(cu_seqlens.shape)
-    least = 1 if num_tokens else 0  # sequences; kernels look for that of a token
+    least = 1 if num_tokens else 0  # kernels search for the sequence of each token
     fits = len(shape) == 1 and shape[0] > least
     check(fits, function, argument, f"have shape [B + 1] with B at least {least}", shape)
     check(
@@ -64,7 +64,7 @@ def check_cu_seqlens(
 def check_cu_seqlens_contents(
     function: str, argument: str, cu_seqlens: Tensor, num_tokens: int | None
 ) -> None:
-    """Offsets start at 0, do not fall, and end at the number of tokens (if it is known)."""
+    """Check that offsets start at 0, never decrease, and end at the number of tokens if known."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     check(first == 0, function, argument, "start at 0", first)
     shortest = -_largest(-lengths(cu_seqlens))
@@ -80,14 +80,14 @@ def check_cu_seqlens_contents(
 
 
 def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """Queries and keys have the same number of sequences."""
+    """Check that queries and keys have the same number of sequences."""
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         rule = f"have {cu_seqlens_q.numel()} entries as cu_seqlens_q"
         fail(function, "cu_seqlens_k", rule, cu_seqlens_k.numel())
 
 
 def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    """No sequence has more query tokens than key tokens."""
+    """Check that no sequence has more query tokens than key tokens."""
     missing = _largest(lengths(cu_seqlens_q) - lengths(cu_seqlens_k))
     check(
         missing <= 0,
@@ -101,7 +101,7 @@ def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Non
 def check_heads(
     function: str, argument: str, x: Tensor, num_heads: int, size: int, like: Tensor
 ) -> None:
-    """``x`` is ``[..., num_heads, size]``, of the dtype and on the device of ``like``."""
+    """Check that ``x`` is ``[..., num_heads, size]`` with the dtype and device of ``like``."""
     shape = tuple(x.shape)
     if x.ndim not in (3, 4) or shape[-2:] != (num_heads, size):
         heads = f"{num_heads}, {size}]"
@@ -125,7 +125,7 @@ def check_heads(
 
 
 def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> None:
-    """Queries, keys and values of one branch fit the config and each other."""
+    """Check that queries, keys and values of one branch match the config and each other."""
     check_heads(function, "q", q, config.num_heads, config.head_dim, q)
     check_heads(function, "k", k, config.num_kv_heads, config.head_dim, q)
     check_heads(function, "v", v, config.num_kv_heads, config.value_dim, q)
@@ -134,7 +134,7 @@ def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig)
 
 
 def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig) -> None:
-    """Metadata of caller-made block indices."""
+    """Check the metadata of block indices passed by the caller."""
     dtype = block_indices.dtype
     check(
         dtype in (torch.int32, torch.int64), function, "block_indices", "be int32 or int64", dtype
@@ -146,24 +146,23 @@ def check_block_indices(function: str, block_indices: Tensor, config: NSAConfig)
 
 
 def scale_of(function: str, config: NSAConfig, softmax_scale: float | None) -> float:
-    """The softmax scale: D^-0.5 unless given."""
+    """Softmax scale; ``D ** -0.5`` by default."""
     scale = config.head_dim**-0.5 if softmax_scale is None else softmax_scale
     check(0 < scale < math.inf, function, "softmax_scale", "be positive and finite", scale)
     return float(scale)
 
 
-# Index limits of one kernel launch. Addresses are computed in 64 bits, everything else in 32: rows,
-# blocks, entries and the tiles that they are cut into. The limits are above what the memory of a
-# present GPU holds; beyond them kernels would read and write the wrong rows. They are checked when
-# an operator runs, not when it is traced.
+# Index limits of one kernel launch. Addresses are 64-bit; rows, blocks, entries and tile indices
+# are 32-bit. The limits exceed the memory of current GPUs; beyond them kernels would read and
+# write the wrong rows. They are checked when an operator runs, not when it is traced.
 #
-# 32-bit numbers, less those past the end that the last tile still looks at.
+# int32 range, minus a margin for the last tile, which reaches past the end.
 NUMBERS = 2**31 - 2**16
-# Tokens of keys, so that a window, itself at most 2**30, ends below 2**31 wherever it begins.
+# Key tokens. A window has at most 2**30 tokens, so its end stays below 2**31.
 TOKENS = 2**30 - 2**16
-# Places that the entries of a tile are sorted to, blocks by entries.
+# Slots that the entries of a tile are sorted into: blocks times entries.
 SORTED = 2**31 - 1
-# Blocks in the list of a tile: two of their counts share a number.
+# Blocks in the list of a tile: two counts are packed into one integer.
 LISTED = 2**16
 FEWER = "Give fewer tokens a call."
 
@@ -183,10 +182,10 @@ def check_numbers(
 
 
 def check_queries(function: str, q: Tensor) -> None:
-    """Check that the rows of ``q [T, Hq, D]`` can be numbered."""
+    """Check that the row indices of ``q [T, Hq, D]`` fit in 32 bits."""
     check_numbers(function, "q", q.shape[0] * q.shape[1], "rows (tokens times query heads)")
 
 
 def check_keys(function: str, argument: str, k: Tensor, stride: int = 1) -> None:
-    """Check that the tokens of ``k [N, Hkv, D]``, ``stride`` for each row, can be numbered."""
+    """Check that the token indices of ``k [N, Hkv, D]``, ``stride`` per row, fit in 32 bits."""
     check_numbers(function, argument, k.shape[0] * stride, "tokens of keys", TOKENS)

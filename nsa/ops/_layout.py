@@ -1,6 +1,6 @@
-"""Sizes of tiles, grids and heads, for the host.
+"""Host-side arithmetic of tiles, grids and heads.
 
-Nothing here needs Triton, whose functions of these names cost microseconds a call outside kernels.
+It does not use Triton: its ``cdiv`` and ``next_power_of_2`` cost microseconds per host call.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 class Heads(NamedTuple):
-    """Numbers and sizes of heads, constants that attention kernels are compiled for.
+    """Head counts and sizes, passed to attention kernels as compile-time constants.
 
     Attributes:
-        HQ: query heads.
-        G: query heads of a KV head.
-        D: size of a head of queries and keys.
-        DV: size of a head of values.
-        BLOCK_D: columns of a tile of queries or keys.
-        BLOCK_DV: columns of a tile of values.
+        HQ: number of query heads.
+        G: query heads per KV head.
+        D: head size of queries and keys.
+        DV: head size of values.
+        BLOCK_D: columns of a query or key tile.
+        BLOCK_DV: columns of a value tile.
     """
 
     HQ: int
@@ -40,18 +40,18 @@ class Heads(NamedTuple):
 
 
 def block_of(size: int) -> int:
-    """Columns of a tile that holds heads of this size."""
+    """Number of columns of a tile for heads of this size."""
     return max(16, next_power_of_2(size))
 
 
 @dataclass(frozen=True)
 class Gated:
-    """A branch's part in the backward of the gated sum; without gates the branch stands alone.
+    """Gates and gradients that a branch uses in the backward pass of the gated sum.
 
     Attributes:
         gates: ``[T, Hq, 3]``, contiguous, order (cmp, slc, win).
-        dgates: their gradients, in the same form: each branch writes its own.
-        adds: whether dq holds the gradient from branches before, to which this one's is added.
+        dgates: gradients of the gates, same shape; each branch writes its own column.
+        adds: whether dq already contains the gradient of earlier branches, to be added to.
     """
 
     gates: Tensor | None = None
@@ -59,32 +59,32 @@ class Gated:
     adds: bool = False
 
     def pointers(self, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Gates, their gradients and the gated ``lse`` as kernels take them; None without gates."""
+        """Kernel arguments: gates, their gradients and the gated ``lse``; None without gates."""
         if self.gates is None or self.dgates is None:
             return None
         return self.gates, self.dgates, lse
 
 
 def cdiv(number: int, size: int) -> int:
-    """Parts of ``size`` that hold ``number``, at least 0."""
+    """Ceiling division, at least 0."""
     return -(-number // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least ``number``, itself at least 1."""
+    """Smallest power of two that is at least ``number``; ``number`` must be at least 1."""
     return 1 << (number - 1).bit_length()
 
 
 def rows(x: Tensor) -> Tensor:
-    """``x [N, H, D]`` as kernels read it: heads contiguous, those of a row within 2^31 elements.
+    """``x [N, H, D]`` in the layout that kernels read: D contiguous, head offsets below 2^31.
 
-    Kernels count rows in 64 bits and heads in 32: heads lie far apart only where they are the outer
-    dimension in memory.
+    Kernels use 64-bit row offsets and 32-bit head offsets. Head offsets are that large only if
+    heads are the outer dimension in memory.
     """
     near = (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= 2**31
     return x if near and x.stride(2) == 1 else x.contiguous()
 
 
 def by_head(lse: Tensor) -> Tensor:
-    """lse ``[T, Hq]`` as kernels read it, ``[Hq, T]``; they wrote it so, then nothing is copied."""
+    """lse ``[T, Hq]`` as contiguous ``[Hq, T]``; no copy if a kernel wrote it."""
     return lse.t().contiguous()

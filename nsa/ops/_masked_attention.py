@@ -1,4 +1,4 @@
-"""Softmax attention under a mask of visible keys, and the masks over padded sequences."""
+"""Masked softmax attention over padded sequences, and the masks of each branch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsa.ops._sequences import Sequences
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of scores, softmax statistics and sums: fp64 for fp64 inputs, fp32 otherwise."""
+    """Dtype of scores, softmax statistics and accumulators: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -57,7 +57,7 @@ def masked_attention(
     """
     batch, num_queries, num_heads, _ = q.shape
     scores = grouped_scores(q, k, softmax_scale).masked_fill(~visible[:, :, None], -torch.inf)
-    # A finite floor: in a row with nothing visible, -inf - -inf would be NaN.
+    # A finite maximum: for a row without visible keys, -inf - -inf would be NaN.
     row_max = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - row_max)  # [B, Hkv, G, T, S]
     total = weights.sum(-1, keepdim=True)
@@ -72,35 +72,35 @@ def masked_attention(
 
 
 def padded_positions(sequences: Sequences) -> Tensor:
-    """Position t of each padded query row, int64 ``[B, T]``: aligned at the end of the keys."""
+    """Position t of each padded query row, int64 ``[B, T]``; the last query is at the last key."""
     row = torch.arange(sequences.max_q, device=sequences.cu_q.device)
     return row + (lengths(sequences.cu_k) - lengths(sequences.cu_q))[:, None]
 
 
 def max_compressed(sequences: Sequences, config: NSAConfig) -> int:
-    """Upper bound of a sequence's compressed blocks, at least 1 so that no tensor is empty."""
+    """Upper bound on the compressed blocks per sequence, at least 1 so that no tensor is empty."""
     return max((sequences.max_k - config.compress_block_size) // config.compress_stride + 1, 1)
 
 
 def max_blocks(sequences: Sequences, config: NSAConfig) -> int:
-    """Upper bound M of a sequence's selection blocks, at least 1."""
+    """Upper bound M on the selection blocks per sequence, at least 1."""
     return max(-(-sequences.max_k // config.block_size), 1)
 
 
 def visible_compressed(sequences: Sequences, config: NSAConfig) -> Tensor:
-    """Compressed blocks wholly in the past (``i * d + l - 1 <= t``), bool ``[B, T, C]``."""
+    """Mask of compressed blocks fully in the past (``i * d + l - 1 <= t``), bool ``[B, T, C]``."""
     block = torch.arange(max_compressed(sequences, config), device=sequences.cu_q.device)
     return block < num_compressed(padded_positions(sequences) + 1, config)[..., None]
 
 
 def visible_tokens(sequences: Sequences) -> Tensor:
-    """Tokens up to the query's own, bool ``[B, T, S]``."""
+    """Causal mask, the query's own token included, bool ``[B, T, S]``."""
     token = torch.arange(sequences.max_k, device=sequences.cu_q.device)
     return token <= padded_positions(sequences)[..., None]
 
 
 def visible_window(sequences: Sequences, config: NSAConfig) -> Tensor:
-    """The last ``window_size`` tokens, the query's own included, bool ``[B, T, S]``."""
+    """Mask of the last ``window_size`` tokens, own token included, bool ``[B, T, S]``."""
     token = torch.arange(sequences.max_k, device=sequences.cu_q.device)
     return visible_tokens(sequences) & (
         token > padded_positions(sequences)[..., None] - config.window_size

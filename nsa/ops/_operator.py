@@ -1,4 +1,4 @@
-"""Attention operators as PyTorch registers them: flat arguments, opened once into typed objects."""
+"""Registration of attention operators: converts between flat arguments and typed objects."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", float: "flo
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of an attention operator besides its tensors.
+    """Non-tensor arguments of an attention operator.
 
     Attributes:
         config: the sparse pattern.
-        sequences: where the sequences lie.
+        sequences: the sequence layout.
         softmax_scale: factor on all scores.
-        algorithm: of the selected branch, see :func:`nsa.selected_attention`.
+        algorithm: algorithm of the selected branch, see :func:`nsa.selected_attention`.
     """
 
     config: NSAConfig
@@ -36,10 +36,10 @@ class Call:
     algorithm: str = "auto"
 
     def flat(self) -> FlatCall:
-        """Return the flat form that a registered operator takes."""
+        """Return the flat arguments of a registered operator."""
         where = self.sequences
         cu_q, cu_k = (None, None) if where.offsets is None else where.offsets
-        # Offsets of blocks of another pattern stay behind.
+        # Drop block offsets that belong to another pattern.
         cu_cmp = where.cu_cmp if where.blocks == block_sizes(self.config) else None
         numbers = (where.num_sequences, where.len_q, where.len_k)
         settings = (self.config.text, self.softmax_scale, self.algorithm)
@@ -47,7 +47,7 @@ class Call:
 
 
 class FlatCall(NamedTuple):
-    """:class:`Call` in types that a registered operator may take; offsets come first."""
+    """Fields of :class:`Call` in types that a registered operator supports; offsets come first."""
 
     cu_q: Tensor | None
     cu_k: Tensor | None
@@ -60,7 +60,7 @@ class FlatCall(NamedTuple):
     algorithm: str
 
     def open(self, device: torch.device) -> Call:
-        """Return the call that this was made of, for tokens on ``device``."""
+        """Rebuild the :class:`Call` for tokens on ``device``."""
         config = NSAConfig.from_text(self.config)
         offsets = None if self.cu_q is None or self.cu_k is None else (self.cu_q, self.cu_k)
         numbers = (self.num_sequences, self.len_q, self.len_k)
@@ -69,11 +69,11 @@ class FlatCall(NamedTuple):
         return Call(config, sequences, self.softmax_scale, self.algorithm)
 
 
-OFFSETS = 3  # tensors of a FlatCall
+OFFSETS = 3  # number of tensors in a FlatCall
 
 
 def schema_of(*groups: type) -> str:
-    """Parameters of an operator that takes the fields of these named tuples, as a schema."""
+    """Schema of an operator whose parameters are the fields of these named tuples."""
     fields = [pair for group in groups for pair in get_type_hints(group).items()]
     return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in fields)
 
@@ -91,14 +91,15 @@ def register_attention(
     """Register ``nsa::<name>`` and ``nsa::<name>_backward``.
 
     Args:
-        name: of the operator.
-        inputs: named tuple of its tensors; the first is there in any case.
-        results: named tuple of tensors. Only the first has a gradient; the backward gets all.
+        name: name of the operator.
+        inputs: named tuple type of the input tensors; the first is never None.
+        results: named tuple type of the results. Only the first has a gradient; the backward
+            receives all of them.
         forward: computes the results.
-        backward: ``(inputs, results, gradient of the first result, call)``: the gradient of each
-            input; None for one that is not given, has none, or whose gradient is zero.
-        fake: results of the right shapes and dtypes for tensors without memory.
-        reads_out: whether the backward reads the first result; otherwise it is not kept for it.
+        backward: ``(inputs, results, gradient of the first result, call)``; returns the gradient of
+            each input, or None if the input is None or its gradient is zero or undefined.
+        fake: returns results with the right shapes and dtypes for fake tensors.
+        reads_out: whether the backward reads the first result; otherwise it is not saved.
 
     Returns:
         The operator.
@@ -106,8 +107,8 @@ def register_attention(
     make: Callable[..., Inputs] = inputs
     make_results: Callable[..., Results] = results
     count, num_results = len(get_type_hints(inputs)), len(get_type_hints(results))
-    first = 0 if reads_out else 1  # of the results that the backward gets
-    place = count + num_results - first  # of dout in its arguments
+    first = 0 if reads_out else 1  # index of the first result that the backward receives
+    place = count + num_results - first  # index of dout in its arguments
 
     def opened(flat: tuple[Any, ...]) -> tuple[Inputs, Call]:
         return make(*flat[:count]), FlatCall(*flat[count:]).open(flat[0].device)
@@ -161,13 +162,13 @@ def _has_gradient(x: Tensor | None) -> bool:
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Range of the keys that a query sees.
+    """Range of keys visible to each query.
 
     Attributes:
-        sequences: where the sequences lie.
-        window: whether keys are tokens of a window; otherwise they are compressed blocks.
-        cu_key: offsets of the keys; None when all sequences are alike.
-        len_key: keys of each sequence when all are alike, otherwise at least the most.
+        sequences: the sequence layout.
+        window: whether the keys are window tokens; otherwise they are compressed blocks.
+        cu_key: offsets of the keys; None if all sequences have equal length.
+        len_key: keys per sequence if all have equal length, otherwise an upper bound.
         size: window size, or compression block size.
         stride: compression stride; 1 for the window.
     """
@@ -188,14 +189,14 @@ class KeyRange:
 
     @classmethod
     def of_blocks(cls, call: Call) -> KeyRange:
-        """The compressed blocks that lie wholly in the past."""
+        """The compressed blocks fully in the past."""
         config = call.config
         cu_cmp, most = call.sequences.kernel_blocks(config)
         sizes = (config.compress_block_size, config.compress_stride)
         return cls(call.sequences, False, cu_cmp, most, *sizes)
 
     def of_coarse(self, config: NSAConfig, cu_coarse: Tensor) -> KeyRange:
-        """The coarse blocks of which a query sees every compressed key, from those keys' range."""
+        """The coarse blocks whose compressed keys are all visible to the query."""
         assert config.coarse_block_size is not None
         width = config.coarse_block_size
         return KeyRange(
@@ -208,6 +209,6 @@ class KeyRange:
         )
 
     def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``: what every kernel takes."""
+        """Kernel arguments ``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``."""
         cu_q, cu_k, len_q, len_k, num_sequences = self.sequences.arguments()
         return cu_q, cu_k, self.cu_key, len_q, len_k, self.len_key, num_sequences

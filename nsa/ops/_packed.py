@@ -1,4 +1,4 @@
-"""Arithmetic of packed sequences, on the device: places of rows, numbers of compressed blocks."""
+"""Index arithmetic of packed sequences, on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nsa.config import NSAConfig
 def integers(
     values: Iterable[int], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Numbers ``[N]`` of a host on a device, int32 or int64, without waiting for a GPU's work.
+    """Copy host integers to a device tensor ``[N]``, int32 or int64, without synchronizing.
 
-    ``torch.tensor`` waits for all work of the stream, and reads a long prompt so slowly that it
-    takes as long as two layers.
+    ``torch.tensor`` waits for the stream, and converting a long prompt takes it as long as two
+    layers take to run.
     """
     values = list(values)
     code = {torch.int32: "i", torch.int64: "q"}[dtype]
@@ -33,9 +33,9 @@ def lengths(cu_seqlens: Tensor) -> Tensor:
 
 
 def num_compressed(num_tokens: Tensor, config: NSAConfig) -> Tensor:
-    """Compressed blocks that lie wholly inside the first ``num_tokens`` tokens, elementwise, int64.
+    """Compressed blocks fully inside the first ``num_tokens`` tokens, elementwise, int64.
 
-    With ``num_tokens = t + 1`` this is num_cmp(t), the blocks that a query at t sees (Eq. 7).
+    With ``num_tokens = t + 1`` this is num_cmp(t), the blocks visible to a query at t (Eq. 7).
     """
     blocks = (num_tokens - config.compress_block_size) // config.compress_stride + 1
     return blocks.clamp(min=0)
@@ -43,19 +43,19 @@ def num_compressed(num_tokens: Tensor, config: NSAConfig) -> Tensor:
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, config: NSAConfig) -> Tensor:
     """Offsets of the sequences' compressed blocks, int32 ``[B + 1]``."""
-    # Rolled and not sliced: see `locate`. The first entry is minus all tokens, which make no block.
+    # roll instead of a slice, see `locate`. The first entry is negative and gives no block.
     tokens = (cu_seqlens - cu_seqlens.roll(1)).long()
     return num_compressed(tokens, config).cumsum(0).int()
 
 
 def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence of each packed row, its index there, and whether it belongs to any, ``[num_rows]``.
+    """Sequence of each row, its index there, and whether it belongs to a sequence, ``[num_rows]``.
 
-    Rows past the last sequence point into it and are marked as not real.
+    Rows past the last sequence get the index of the last sequence and are marked invalid.
     """
     row = torch.arange(num_rows, device=cu_seqlens.device)
-    # All offsets and not those from the second on: a slice has another layout with one sequence,
-    # and torch.compile would compile anew for that.
+    # All offsets rather than a slice from the second one: with a single sequence the slice has a
+    # different layout, and torch.compile would recompile.
     starts = cu_seqlens.long()
     last = cu_seqlens.shape[0] - 2
     sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(max=last)
@@ -63,16 +63,16 @@ def locate(num_rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Position of each packed query inside its sequence, int64 ``[num_rows]``.
+    """Position of each packed query in its sequence, int64 ``[num_rows]``.
 
-    The last query stands at the last key.
+    The last query has the position of the last key.
     """
     sequence, row, _ = locate(num_rows, cu_seqlens_q)
     return row + (lengths(cu_seqlens_k) - lengths(cu_seqlens_q))[sequence]
 
 
 def pad(x: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-    """Packed rows ``[N, ...]`` as ``[B, max_len, ...]`` with zeros behind each sequence."""
+    """Packed rows ``[N, ...]`` as ``[B, max_len, ...]``, zero-padded at the end."""
     offset = torch.arange(max_len, device=x.device)
     index = cu_seqlens[:-1, None].long() + offset
     index = torch.where(offset < lengths(cu_seqlens)[:, None], index, x.shape[0])

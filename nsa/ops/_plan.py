@@ -1,11 +1,11 @@
-"""Plans: everything that a launcher derives from shapes, worked out once for each shape.
+"""Launch plans: values that a launcher derives from shapes, computed once per set of shapes.
 
-Tiles, grids, constants and compiled kernels follow from the shapes of an operator's arguments. A
-launcher asks for them through :func:`once`. The first call with some shapes computes the values,
-and later calls with the same shapes get them back in the same order.
+Tiles, grids, constants and compiled kernels depend only on the shapes of an operator's arguments.
+A launcher computes each of them through :func:`once`: the first call with given shapes computes
+the values, and later calls with the same shapes return them in the same order.
 
-A plan may depend on shapes, strides, dtypes, devices, alignment, autocast and arguments that are
-not tensors. It must not depend on the contents of a tensor; a launcher never reads them.
+A plan may depend on shapes, strides, dtypes, devices, alignment, autocast and non-tensor
+arguments, never on the contents of a tensor.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 from nsa.ops._backend import kernels_run_on_cpu
 
 T = TypeVar("T")
-# Plans that are kept for one function. Beyond that all are dropped: shapes that never come again
-# would fill the memory.
+# Maximum number of plans per function. When it is exceeded, all are dropped, so that shapes that
+# never recur do not fill the memory.
 MAX_PLANS = 256
-# Triton compiles another kernel for addresses that are not multiples of 16 bytes, and tensor
-# descriptors need such multiples.
+# Triton compiles a separate kernel for addresses that are not 16-byte aligned, and tensor
+# descriptors require the alignment.
 ALIGNMENT = 16
 
 
 class _Thread(threading.local):
-    """The plan of the operator that runs in a thread.
+    """Plan of the operator that is running in this thread.
 
     Attributes:
-        values: the values of a known plan that have not been used yet.
-        new: the values of a plan that is being made.
+        values: remaining values of an existing plan.
+        new: values of a plan that is being recorded.
     """
 
     values: Iterator[Any] | None = None
@@ -42,15 +42,15 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The plans of every function, for tests.
+# Plans of all functions, for tests.
 PLANS: list[dict[tuple[Any, ...], list[Any]]] = []
 
 
 def once(make: Callable[[], T]) -> T:
-    """Return ``make()``, or what it returned in an earlier call of the operator with these shapes.
+    """Return ``make()``, or its cached result from an earlier call with the same shapes.
 
-    Shapes must decide how often and in which order an operator calls this. Outside of functions
-    that are :func:`planned` nothing is remembered.
+    The number and order of the calls in an operator must depend only on shapes. Outside of
+    functions decorated with :func:`planned` nothing is cached.
     """
     if _thread.values is not None:
         found: T = next(_thread.values)
@@ -62,9 +62,10 @@ def once(make: Callable[[], T]) -> T:
 
 
 def planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a launcher: remember the values of :func:`once` for each shape.
+    """Decorator of a launcher: cache the values of :func:`once` for each set of shapes.
 
-    The function takes tensors, None, hashable values, and lists or tuples of these by position.
+    The function's positional arguments are tensors, None, hashable values, or lists or tuples of
+    them.
     """
     plans: dict[tuple[Any, ...], list[Any]] = {}
     PLANS.append(plans)
@@ -101,7 +102,7 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
-    """Add everything that a plan may depend on to the key, and collect the tensors."""
+    """Append everything that a plan may depend on to ``key``, and all tensors to ``tensors``."""
     for x in arguments:
         if isinstance(x, Tensor):
             tensors.append(x)
@@ -114,7 +115,7 @@ def _describe(arguments: Iterable[Any], key: list[Any], tensors: list[Tensor]) -
 
 
 def _may_remember(tensors: list[Tensor]) -> bool:
-    """Whether kernels are launched, and neither launch hooks nor a search for tiles are active."""
+    """Whether plans can be cached: kernels run, without launch hooks and without a tile search."""
     if not tensors or not (tensors[0].is_cuda or kernels_run_on_cpu()):
         return False
     hooks, tuning = _triton()
@@ -133,10 +134,10 @@ def _triton() -> tuple[Any, Any]:
 
 
 class Constants(dict[str, Any]):
-    """Base of frozen dataclasses that kernels take as constants.
+    """Base class of frozen dataclasses that kernels take as constants.
 
-    For what a tuple cannot hold: Triton takes no tuple of tuples. A dictionary of its own fields,
-    since Triton writes constants as JSON wherever something looks on while it compiles.
+    Used if a tuple does not suffice: Triton supports no nested tuples. It is a dictionary of its
+    own fields because Triton serializes constants to JSON when a compilation hook is active.
     """
 
     def __post_init__(self) -> None:

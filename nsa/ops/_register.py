@@ -1,7 +1,7 @@
-"""Registration of operators with PyTorch, each with a guard of the device of its tensors.
+"""Registration of operators with PyTorch, each with a device guard.
 
-``torch.library.custom_op`` would do the same in fewer lines. It checks and wraps every call anew,
-though, which costs the host four times as much as the call itself.
+``torch.library.custom_op`` would need less code, but it checks and wraps every call, which costs
+four times the host time of the call itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIBRARY = Library("nsa", "FRAGMENT")
 
 
 def source_hash(folder: Path) -> str:
-    """Hash of all Python files below a folder, their places included."""
+    """Hash of the paths and contents of all Python files below a folder."""
     hashed = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         hashed.update(f"{path.relative_to(folder).as_posix()}\n".encode())
@@ -31,8 +31,8 @@ def source_hash(folder: Path) -> str:
     return hashed.hexdigest()[:16]
 
 
-# The caches of torch.compile on disk know an operator by its name alone. Code compiled for the
-# strides that its results had in another version of these files must not be found again.
+# The on-disk caches of torch.compile identify an operator by name only. The tag prevents a hit on
+# code that was compiled for the result strides of another version of these files.
 torch.compiler.config.cache_key_tag += f" nsa {source_hash(Path(__file__).parent)}"
 
 
@@ -45,26 +45,24 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register ``nsa::<name>``: the one way in which operators of this library are registered.
+    """Register ``nsa::<name>``; all operators of this library are registered here.
 
     The operator runs with the device of its tensors made current, as PyTorch's own operators do, so
-    that one process can use several GPUs: side streams need it.
+    that one process can use several GPUs; side streams depend on it.
 
     Args:
-        name: of the operator, without its namespace.
-        schema: its arguments and results, as PyTorch writes them; results are tensors that share no
-            memory with anything.
-        function: the implementation for every device; it is called with positional arguments.
-        fake: gives results of the right shapes, dtypes and devices for tensors without memory.
-        setup_context: ``(ctx, inputs, output)``: keeps what ``backward`` needs, as in
-            ``torch.autograd.Function``. Where the result is a list of tensors, ``output`` is a
-            tuple.
-        backward: ``(ctx, *gradients)``: a gradient, or None, for each input, a list of them for a
-            list; ``ctx.needs`` says which are wanted. Without it there are none.
+        name: name of the operator, without its namespace.
+        schema: arguments and results in PyTorch's schema syntax; results must not alias anything.
+        function: implementation for all devices, called with positional arguments.
+        fake: returns results with the right shapes, dtypes and devices for fake tensors.
+        setup_context: ``(ctx, inputs, output)``: saves what ``backward`` needs, as in
+            ``torch.autograd.Function``. If the result is a list of tensors, ``output`` is a tuple.
+        backward: ``(ctx, *gradients)``: returns a gradient or None for each input, and a list for a
+            list input; ``ctx.needs`` tells which are needed. None if not differentiable.
 
     Returns:
-        The operator. Called through this function it costs less host time than as
-        ``torch.ops.nsa.<name>``, see :func:`_is_plain`.
+        The operator. Calling it costs less host time than calling ``torch.ops.nsa.<name>``, see
+        :func:`_is_plain`.
     """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     implementation = guarded(planned(function))
@@ -84,7 +82,7 @@ def register(
             return implementation(*inputs)
 
     def run(*inputs: Any) -> Any:
-        # Profiles show what PyTorch dispatches.
+        # The profiler shows only calls that go through the dispatcher.
         if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
             return operator(*inputs)
         return differentiable(plain, inputs) if _is_plain(inputs) else operator(*inputs)
@@ -98,16 +96,16 @@ def _with_inputs(function: Callable[..., Any], below: Callable[..., Any], *input
     return function(below, inputs)
 
 
-# Types of arguments for which nothing but the implementation itself is registered.
+# Argument types that need no dispatch besides the implementation.
 _PLAIN = {Tensor, nn.Parameter, type(None), bool, float, int, str, list}
 
 
 def _is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether PyTorch's dispatcher would call nothing but autograd and the implementation.
+    """Whether PyTorch's dispatcher would call only autograd and the implementation.
 
-    It converts each argument to C++ and back, which costs the host some 25 us. It is needed for
-    subclasses of tensors, those without memory or with a sign to apply, symbolic numbers, modes
-    (fake tensors, tracing) and transforms of functions.
+    The dispatcher converts each argument to C++ and back, about 25 us of host time per call. It is
+    required for tensor subclasses, tensors without storage or with a pending negation or
+    conjugation, symbolic integers, modes (fake tensors, tracing) and function transforms.
     """
     flat, kinds = inputs, set(map(type, inputs))
     if list in kinds:
@@ -122,7 +120,7 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the device of its first tensor made current."""
+    """Wrap the function so that the device of its first tensor is current."""
 
     def run(*arguments: Any) -> Any:
         index = cuda_index(arguments)
@@ -148,7 +146,7 @@ def _no_gradient(name: str) -> Callable[..., Any]:
 def _differentiable(
     gives_list: bool, setup_context: Callable[..., None], backward_of: Callable[..., Any]
 ) -> Callable[[Callable[[Sequence[Any]], Any], Sequence[Any]], Any]:
-    """The operator where gradients may be recorded: a function of what runs below, and inputs.
+    """Differentiable form of the operator, a function of the implementation and the inputs.
 
     Args:
         gives_list: whether the operator returns a list of tensors.
@@ -185,21 +183,21 @@ def _differentiable(
 
 
 def _refuse_tangents(flat: Iterable[Any]) -> None:
-    """Refuse tangents of forward-mode differentiation, which would be dropped silently."""
+    """Raise on forward-mode tangents, which would be dropped silently."""
     for x in flat:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             text = "nsa's kernels have no forward-mode derivatives (torch.func.jvp)"
             raise NotImplementedError(f'{text}; backend="reference" has')
 
 
-# Of the lists among some arguments, by their place.
+# (index, length) of each list argument.
 Lengths = tuple[tuple[int, int], ...]
 
 
 def _flat(arguments: Iterable[Any]) -> tuple[Lengths, list[Any]]:
-    """Arguments with lists of tensors replaced by their members.
+    """Flatten lists of tensors in the arguments.
 
-    ``torch.autograd.Function`` does not look into lists.
+    ``torch.autograd.Function`` does not track tensors inside lists.
     """
     lengths, flat = [], list[Any]()
     for x in arguments:

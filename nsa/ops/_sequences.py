@@ -1,4 +1,4 @@
-"""Descriptions of sequences: packed ones, dense batches viewed as packed, padded batches."""
+"""Sequence layouts: packed, dense (viewed as packed) and padded batches."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from nsa.ops._packed import compressed_cu_seqlens, lengths, num_compressed
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Description of the sequences of one call.
+    """Layout of the sequences of one call.
 
     Attributes:
-        offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None when all sequences are
-            alike.
+        offsets: int32 ``[B + 1]`` offsets of the query and key tokens; None if all sequences have
+            equal length.
         num_sequences: B.
-        len_q, len_k: tokens of each sequence when ``offsets`` is None, otherwise at least the
-            longest.
-        device: of the tokens.
-        shape: leading shape ``[B, T]`` of the caller's tensors where they are a dense batch; None
-            where they are packed.
-        cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, once :meth:`with_blocks` has
-            computed them; None before, and when all sequences are alike.
-        blocks: size and stride of these blocks.
-        num_tokens: of all sequences; None where that is not known without waiting for a GPU.
+        len_q, len_k: tokens per sequence if ``offsets`` is None, otherwise upper bounds.
+        device: device of the tokens.
+        shape: leading shape ``[B, T]`` of the caller's tensors for a dense batch; None if packed.
+        cu_cmp: int32 ``[B + 1]`` offsets of the compressed blocks, set by :meth:`with_blocks`; None
+            before that, and if all sequences have equal length.
+        blocks: size and stride of the compressed blocks that ``cu_cmp`` was computed for.
+        num_tokens: total number of tokens; None if only the GPU knows it.
     """
 
     offsets: tuple[Tensor, Tensor] | None
@@ -61,24 +59,23 @@ class Sequences:
         device: torch.device | None = None,
         function: str = "Sequences.packed",
     ) -> Sequences:
-        """Packed sequences, described once for all layers of a model.
+        """Packed sequences; create the object once and pass it to all layers of a model.
 
         Args:
             cu_seqlens: int32 ``[B + 1]`` offsets.
-            max_seqlen: at least the longest sequence, tokens. None: ``num_tokens`` on a GPU,
-                elsewhere read from the offsets.
-            num_tokens: of all sequences; needed on a GPU without ``max_seqlen``, where the offsets
-                are not read.
-            device: of the tokens; None: that of the offsets.
-            function: whom messages name.
+            max_seqlen: upper bound on the sequence lengths, in tokens. Default: ``num_tokens`` on a
+                GPU, elsewhere read from the offsets.
+            num_tokens: total number of tokens; required on a GPU without ``max_seqlen``, since the
+                offsets are not read there.
+            device: device of the tokens; default: that of the offsets.
+            function: function name for error messages.
 
         Raises:
-            ValueError: the offsets are not offsets, or ``max_seqlen`` is below the longest
-                sequence.
+            ValueError: the offsets are invalid, or ``max_seqlen`` is below the longest sequence.
         """
         device = cu_seqlens.device if device is None else device
         check_cu_seqlens(function, "cu_seqlens", cu_seqlens, device, num_tokens)
-        cu_seqlens = cu_seqlens.contiguous()  # kernels read it element after element
+        cu_seqlens = cu_seqlens.contiguous()  # kernels assume stride 1
         if reads_contents(cu_seqlens):
             check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
         on_device = on_gpu(cu_seqlens)
@@ -96,20 +93,19 @@ class Sequences:
 
     @classmethod
     def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
-        """The rows of a padded batch, described once for all layers of a model.
+        """Sequences of a padded batch; create the object once and pass it to all layers.
 
-        The tokens of a row are a sequence. A row gets what it would get alone, at positions from 0
-        on, whether its padding lies to its left or its right. No token sees padding, whose values
-        need only be finite; results for padding are undefined. Nothing is read from a GPU.
+        The tokens of a row form one sequence with positions from 0, with padding on either side.
+        The results equal those of the unpadded sequence. Padding is never attended to, but its
+        values must be finite; results for padding are undefined. Does not synchronize.
 
         Args:
             attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
-                padding. The tokens of a row lie together; on a GPU this is not checked.
-            function: whom messages name.
+                padding. The tokens of a row must be contiguous; on a GPU this is not checked.
+            function: function name for error messages.
 
         Raises:
-            ValueError: the mask has another shape or dtype; padding lies between the tokens of a
-                row.
+            ValueError: the mask has another shape or dtype, or padding between the tokens of a row.
         """
         mask, argument = attention_mask, "attention_mask"
         is_index = not (mask.dtype.is_floating_point or mask.dtype.is_complex)
@@ -118,8 +114,8 @@ class Sequences:
         batch, length = mask.shape
         valid = mask != 0
         count = valid.sum(-1)
-        # Padding before the first token, and the rest, where no token sees the padding behind it:
-        # two sequences a row.
+        # Two sequences per row: the left padding, and the tokens with the right padding, which is
+        # hidden from them by causality.
         begin = valid.int().cumsum(-1).eq(0).sum(-1) * (count > 0)
         row = torch.arange(batch, device=mask.device) * length
         starts = torch.stack((row, row + begin), dim=-1).flatten()
@@ -138,15 +134,12 @@ class Sequences:
 
     @property
     def max_q(self) -> int:
-        """At least the longest sequence in queries.
-
-        At least 1, so that no padded tensor is empty.
-        """
+        """Upper bound on the query length, at least 1 so that no padded tensor is empty."""
         return max(self.len_q, 1)
 
     @property
     def max_k(self) -> int:
-        """At least the longest sequence in key tokens, at least 1."""
+        """Upper bound on the key length, at least 1."""
         return max(self.len_k, 1)
 
     @property
@@ -163,36 +156,36 @@ class Sequences:
         return torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device) * each
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """``cu_q, cu_k, len_q, len_k, num_sequences``: what every kernel takes."""
+        """Kernel arguments ``cu_q, cu_k, len_q, len_k, num_sequences``."""
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
         return cu_q, cu_k, self.len_q, self.len_k, self.num_sequences
 
     def num_tiles(self, rows: int, tile: int, each: int) -> int:
-        """Tiles of ``tile`` rows that cover ``rows`` packed rows, ``each`` of a sequence.
+        """Number of tiles of ``tile`` rows for ``rows`` packed rows, ``each`` per sequence.
 
-        With offsets an upper bound.
+        An upper bound if there are offsets.
         """
         if self.offsets is None:
             return self.num_sequences * -(-each // tile)
         return rows // tile + self.num_sequences
 
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """``cu_q, cu_k, num_sequences, len_q, len_k``: as registered operators take them."""
+        """Operator arguments ``cu_q, cu_k, num_sequences, len_q, len_k``."""
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
         return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
 
     def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
-        """Offsets of the compressed blocks, and at least the most blocks of a sequence.
+        """Offsets of the compressed blocks, and an upper bound on the blocks per sequence.
 
-        No offsets when all sequences are alike.
+        The offsets are None if all sequences have equal length.
         """
         most = max((self.len_k - config.compress_block_size) // config.compress_stride + 1, 0)
         return self.with_blocks(config).cu_cmp, most
 
     def with_blocks(self, config: NSAConfig) -> Sequences:
-        """Return these sequences with the offsets of their compressed blocks.
+        """Return a copy with the offsets of the compressed blocks.
 
-        Operators and layers share the offsets.
+        All operators and layers use the same offsets.
         """
         blocks = block_sizes(config)
         if self.offsets is None or self.blocks == blocks:
@@ -200,7 +193,7 @@ class Sequences:
         return replace(self, cu_cmp=compressed_cu_seqlens(self.offsets[1], config), blocks=blocks)
 
     def to(self, device: torch.device | int | str) -> Sequences:
-        """Return these sequences for tokens on another device; accelerate calls it, too."""
+        """Return a copy for tokens on another device; accelerate calls this as well."""
         device = torch.device(device)
         offsets, cu_cmp = self.offsets, self.cu_cmp
         if offsets is not None:
@@ -210,17 +203,17 @@ class Sequences:
         return replace(self, offsets=offsets, cu_cmp=cu_cmp, device=device)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Packed rows in the layout that the caller used."""
+        """Convert packed rows to the caller's layout."""
         return x if self.shape is None else x.unflatten(0, self.shape)
 
 
 def block_sizes(config: NSAConfig) -> tuple[int, int]:
-    """Size and stride of the compressed blocks, which their offsets depend on."""
+    """Size and stride of the compressed blocks, which determine their offsets."""
     return config.compress_block_size, config.compress_stride
 
 
 def pack(x: Tensor) -> Tensor:
-    """A dense batch ``[B, T, H, D]`` viewed as packed ``[B * T, H, D]``; packed ones unchanged."""
+    """View a dense batch ``[B, T, H, D]`` as packed ``[B * T, H, D]``; packed input is returned."""
     return x.flatten(0, 1) if x.ndim == 4 else x
 
 
@@ -235,19 +228,19 @@ def open_sequences(
     backend: str,
     sequences: Sequences | None = None,
 ) -> Sequences:
-    """Check and complete the description of the sequences.
+    """Check the caller's sequence arguments and return the layout.
 
     Args:
-        function: public name, for messages.
-        q: queries as the caller gave them, packed or dense.
+        function: public name, used in messages.
+        q: queries as passed by the caller, packed or dense.
         key_shape: leading shape of the keys: ``(S,)`` packed, ``(B, S)`` dense.
-        cu_seqlens_q: as the caller gave it, and so the others.
+        cu_seqlens_q: offsets of the queries as passed by the caller.
         cu_seqlens_k: offsets of the keys.
-        max_seqlen_q: hint for the queries.
-        max_seqlen_k: hint for the keys.
-        backend: the one that runs. Kernels need no lengths: without a hint they take the number of
-            tokens for the longest.
-        sequences: instead of offsets and hints.
+        max_seqlen_q: length hint for the queries.
+        max_seqlen_k: length hint for the keys.
+        backend: the chosen backend. Kernels need no exact lengths: without a hint, the number of
+            tokens is the upper bound.
+        sequences: replaces offsets and hints.
     """
     if sequences is not None:
         given: dict[str, Tensor | int | None]
@@ -280,7 +273,7 @@ def open_sequences(
             check_cu_seqlens_contents(function, argument, offsets, num_tokens)
     check_same_count(function, cu_seqlens_q, cu_seqlens_k)
     is_same = cu_seqlens_k is cu_seqlens_q
-    cu_seqlens_q = cu_seqlens_q.contiguous()  # kernels read it element after element
+    cu_seqlens_q = cu_seqlens_q.contiguous()  # kernels assume stride 1
     cu_seqlens_k = cu_seqlens_q if is_same else cu_seqlens_k.contiguous()
     if reads_contents(cu_seqlens_q):
         check_pair(function, cu_seqlens_q, cu_seqlens_k)
@@ -317,10 +310,10 @@ def _open_dense(
 def compressed_key_shape(
     function: str, q: Tensor, k_cmp: Tensor, config: NSAConfig, cu_seqlens_k: Tensor | None
 ) -> tuple[int, ...]:
-    """Check compressed keys and return the leading shape of the key tokens behind them.
+    """Check compressed keys and return the leading shape of the key tokens they were made from.
 
-    Without ``cu_seqlens_k`` there are as many key tokens as queries; with it, their number is read
-    on the CPU, and elsewhere taken to fill the rows of ``k_cmp``.
+    Without ``cu_seqlens_k`` there are as many key tokens as queries. With it, their number is read
+    on the CPU; on a GPU it is assumed that they fill the rows of ``k_cmp``.
     """
     check_heads(function, "q", q, config.num_heads, config.head_dim, q)
     check(k_cmp.ndim == 3, function, "k_cmp", "be packed [C, Hkv, D]", tuple(k_cmp.shape))
@@ -356,16 +349,16 @@ def open_layer_input(
     attention_mask: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, Sequences]:
-    """The input of an attention layer as packed tokens ``[T, width]``, and where its sequences lie.
+    """Return a layer's input as packed tokens ``[T, width]``, and the sequence layout.
 
     Args:
-        function: public name, for messages.
+        function: public name, used in messages.
         x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
         width: size of the residual stream.
         cu_seqlens: offsets of packed sequences; None means one sequence.
-        max_seqlen: hint for packed sequences.
-        attention_mask: of a padded batch.
-        sequences: instead of the three before it.
+        max_seqlen: length hint for packed sequences.
+        attention_mask: mask of a padded batch.
+        sequences: replaces the three preceding arguments.
     """
     check(isinstance(x, Tensor), function, "x", "be a tensor", type(x).__name__)
     for name, value, kind, rule in (
@@ -424,7 +417,7 @@ def check_given(
     sequences: Sequences,
     **others: Tensor | int | None,
 ) -> None:
-    """Sequences that a caller has described fit the tokens, and nothing else describes them."""
+    """Check that the caller's ``sequences`` match the tokens and are the only description."""
     for name, other in others.items():
         check(
             other is None,

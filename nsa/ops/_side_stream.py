@@ -1,24 +1,24 @@
-"""A side stream for one operator: independent work runs on a second stream and is joined again.
+"""Fork and join of a side stream: independent work of one operator runs on a second stream.
 
-**Memory.** PyTorch keeps free memory by stream. Memory that a tensor frees goes to the next tensor
-made on the same stream, at once, because the kernels of one stream run in order; PyTorch does not
-know that another stream may still read it. And a side stream is not ours alone: PyTorch hands out
-32 streams of a priority in turn, so another caller, or FSDP2 with its three, may get the same one
-and make tensors on it without waiting. So nothing here relies on having a stream to itself:
+**Memory.** PyTorch's allocator keeps free memory per stream. Memory that a tensor frees is reused
+at once by the next tensor allocated on the same stream, because the kernels of one stream run in
+order; the allocator does not know that another stream may still read it. A side stream is not
+exclusive either: PyTorch hands out 32 streams per priority round robin, so another caller, or
+FSDP2 with its three streams, may get the same one and allocate on it without waiting. Therefore:
 
 - A tensor that both streams use, or that outlives the operator (results, saved tensors,
-  gradients), is made on the calling stream before the fork, and lives until the join. Earlier users
-  of its memory are then done when the side begins, and later ones wait for the side.
-- A tensor that is made on the side stream is used there alone. It may be freed at any time.
+  gradients), is allocated on the calling stream before the fork and kept alive until the join.
+  Earlier users of its memory are then done when the side stream begins, and later ones wait for it.
+- A tensor allocated on the side stream is used only there. It may be freed at any time.
 
-``Tensor.record_stream`` would be second best: memory then comes back when an event has passed and
-not in the order of the program, so that a step needs more of it, by an amount that varies, and in
-the capture of a CUDA graph it does not come back.
+``Tensor.record_stream`` is worse: memory is released when an event has completed rather than in
+program order, so that a step needs more memory, by a varying amount, and during CUDA graph capture
+the memory is not released.
 
-**Priority.** The side stream has a high one: callers put the longer chain of kernels there, and its
-kernels should get multiprocessors first, with those of the calling stream in the gaps. Kernels of
-ordinary priority can starve meanwhile, NCCL's among them; where that shows, give NCCL streams of
-high priority (``is_high_priority_stream`` of its options).
+**Priority.** The side stream has high priority: callers run the longer chain of kernels on it, so
+its kernels should get multiprocessors first and those of the calling stream fill the gaps. Kernels
+of ordinary priority can starve meanwhile, including NCCL's; in that case use high-priority NCCL
+streams (``is_high_priority_stream`` in its options).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Wait = Callable[[], None]
 class Streams:
     """A calling stream and its side stream; both None if everything runs on one stream.
 
-    Events are made once and recorded again in every call. If two threads use one calling stream, a
-    wait may be for the later of two records on the same stream, which includes the earlier one.
+    Events are created once and reused in every call. If two threads share a calling stream, a wait
+    may see the later of two records on that stream, which includes the earlier one.
 
     Attributes:
         calling: the stream that was current before the fork.
@@ -53,24 +53,24 @@ class Streams:
             self._used = 0
 
     def on_side(self) -> AbstractContextManager[object]:
-        """Context in which kernels are launched and tensors are made on the side stream."""
+        """Context manager: launch kernels and allocate tensors on the side stream."""
         return nullcontext() if self.side is None else torch.cuda.stream(self.side)
 
     def fork(self) -> None:
-        """Let later launches on the side wait for all earlier ones on the calling stream."""
+        """Make later work on the side stream wait for all earlier work on the calling stream."""
         if self.side is not None:
             self._of_calling.record(self.calling)
             self._of_calling.wait(self.side)
 
     def join(self) -> None:
-        """Let later launches on the calling stream wait for all earlier ones on the side."""
+        """Make later work on the calling stream wait for all earlier work on the side stream."""
         if self.side is not None:
             self._of_side.record(self.side)
             self._of_side.wait(self.calling)
             self._used = 0
 
     def record(self) -> Wait:
-        """Return a function that lets the calling stream wait for the side's work until now."""
+        """Return a function that makes the calling stream wait for the side's work so far."""
         if self.side is None:
             return lambda: None
         if self._used == len(self._recorded):
@@ -82,17 +82,17 @@ class Streams:
 
 @cache
 def streams_of(calling: torch.cuda.Stream) -> Streams:
-    """Return a stream with its side stream, always the same one: its free memory is used again."""
+    """Return the streams of a calling stream, cached so that the side's free memory is reused."""
     return Streams(calling, torch.cuda.Stream(calling.device, priority=-1))
 
 
 @contextmanager
 def fork_join(device: torch.device, enabled: bool = True) -> Iterator[Streams]:
-    """Fork a side stream off the current one, and join it at the end, also after an error.
+    """Context manager: fork a side stream from the current one; join at the end, even on errors.
 
     Args:
-        device: where the tensors are.
-        enabled: whether there is work for a second stream at all.
+        device: device of the tensors.
+        enabled: whether there is work for a second stream.
     """
     if not enabled or device.type != "cuda":
         yield Streams()
@@ -102,5 +102,5 @@ def fork_join(device: torch.device, enabled: bool = True) -> Iterator[Streams]:
     try:
         yield streams
     finally:
-        # Before the memory that the operator releases is given to anything else.
+        # Join before the memory that the operator frees is reused.
         streams.join()

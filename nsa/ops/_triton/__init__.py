@@ -1,1 +1,1 @@
-"""Code that all Triton kernels share: launches, tile loads, sequences, tuning."""
+"""Code shared by all Triton kernels: launches, tile loads, sequences, tuning."""

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU that is not there: Triton compiles kernels for it, and nothing runs."""
+"""Compile-only Triton driver for an NVIDIA GPU (no hardware needed)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.backends.driver import DriverBase
 
 
 class AbsentGPU(DriverBase):
-    """An NVIDIA GPU of one compute capability, as far as Triton asks before it runs a kernel.
+    """Driver of one compute capability that supports compilation but not execution.
 
     Args:
         arch: compute capability, major and minor as two digits.
@@ -22,13 +22,12 @@ class AbsentGPU(DriverBase):
     def __init__(self, arch: int) -> None:
         super().__init__()
         self.arch = arch
-        # Triton keeps compiled kernels by device: with a number of its own, no GPU finds those of
-        # another one.
+        # Triton caches compiled kernels per device: a unique index separates the drivers.
         self.serial = next(self.serials)
 
     @classmethod
     def is_active(cls) -> bool:
-        """Always: no hardware is needed."""
+        """Return True: no hardware is needed."""
         return True
 
     def get_current_target(self) -> GPUTarget:
@@ -36,11 +35,11 @@ class AbsentGPU(DriverBase):
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """Number of this GPU."""
+        """Return the unique index of this driver."""
         return self.serial
 
     def get_current_stream(self, device: int) -> int:
-        """The default stream."""
+        """Return the default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -48,9 +47,9 @@ class AbsentGPU(DriverBase):
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Not asked for: there is no launcher to build."""
+        """Not supported: no launcher is built."""
         raise NotImplementedError
 
     def get_benchmarker(self) -> Any:
-        """Not asked for: nothing runs."""
+        """Not supported: no kernel runs."""
         raise NotImplementedError

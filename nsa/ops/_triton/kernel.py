@@ -1,4 +1,4 @@
-"""Triton kernels that are launched with little host time."""
+"""Kernel decorator and launch classes with low host overhead."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -20,21 +20,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa.ops._layout import block_of
 from nsa.ops._triton.tuning import Tile
 
-# Tensor descriptors that are remembered.
+# Size of the descriptor cache.
 MAX_DESCRIPTORS = 1024
 
 
 def kernel(
     *, do_not_specialize: Sequence[str], repr: Callable[[Any], str] | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit`` for functions that are launched: ``function[grid](*arguments, **constants)``.
+    """``triton.jit`` for kernels launched as ``function[grid](*arguments, **constants)``.
 
-    Tensors and numbers are passed by position, constants and options such as ``num_warps`` by name.
-    The launch goes to the current stream of the device of the first argument, a tensor or its
-    descriptor, whichever device is current.
+    Tensors and numbers are positional; constants and options such as ``num_warps`` are keywords.
+    The launch uses the current stream of the device of the first argument, a tensor or its
+    descriptor, even if another device is current.
 
     Args:
-        do_not_specialize: parameters whose values never cause another compilation.
+        do_not_specialize: parameters whose values never trigger another compilation.
         repr: returns the name of a compiled kernel, see ``triton.jit``.
     """
 
@@ -46,14 +46,14 @@ def kernel(
 
 
 class Kernel(JITFunction[Any]):
-    """A function that Triton compiles for the device of its first argument."""
+    """JIT function that compiles and launches on the device of its first argument."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-        """Launch.
+        """Launch the kernel.
 
         Triton compiles for the current device and launches on it, so the device of the first
-        argument is made current. Products and sums are fused: Triton 3.10 does so only if told to,
-        and 3.9 warns of it.
+        argument is made current. Fused multiply-add is enabled explicitly: Triton 3.10 requires it,
+        and 3.9 warns otherwise.
         """
         options = {"enable_fp_fusion": True, **constants}
         device = device_of(args)
@@ -64,7 +64,7 @@ class Kernel(JITFunction[Any]):
 
 
 def device_of(args: tuple[Any, ...]) -> int:
-    """Return the index of the CUDA device of the first argument, -1 on a CPU."""
+    """Return the CUDA device index of the first argument, -1 on a CPU."""
     first = args[0]  # a tensor descriptor has a base
     index: int = (first if isinstance(first, Tensor) else first.base).get_device()
     return index
@@ -73,15 +73,15 @@ def device_of(args: tuple[Any, ...]) -> int:
 class Launch:
     """A kernel with its grid and constants, launched as ``launch(*arguments)``.
 
-    Triton inspects every argument of every launch to find the compiled kernel, which takes longer
-    than the launch. A launch that is part of a plan (:func:`nsa.ops._plan.once`) always has the
-    same shapes, dtypes and alignment, so Triton finds the kernel at the first call, and later calls
-    launch it directly on the current stream.
+    For every launch Triton inspects all arguments to find the compiled kernel, which takes longer
+    than the launch itself. A launch in a plan (:func:`nsa.ops._plan.once`) always has the same
+    shapes, dtypes and alignment, so only the first call looks up the kernel; later calls launch it
+    directly on the current stream.
 
     Args:
         kernel: decorated with :func:`kernel`.
-        grid: programs in up to three dimensions.
-        constants: arguments by name, behind those by position, and options such as ``num_warps``.
+        grid: number of programs in up to three dimensions.
+        constants: keyword arguments after the positional ones, and options such as ``num_warps``.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any) -> None:
@@ -100,7 +100,7 @@ class Launch:
             self._compiled = self._kernel[self._grid](*args, **self._constants)
 
     def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Everything that a direct launch needs besides stream and arguments."""
+        """Everything that a direct launch needs besides the stream and the arguments."""
         compiled, behind = self._compiled, list(self._kernel.signature.parameters.values())
         rest = (self._constants.get(x.name, x.default) for x in behind[len(args) :])
         launcher = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -108,7 +108,7 @@ class Launch:
 
 
 class Address:
-    """The memory of a tensor descriptor, which it does not keep alive."""
+    """Exposes an address as ``data_ptr()`` to Triton; does not keep the memory alive."""
 
     def __init__(self, address: int, dtype: torch.dtype, device: int) -> None:
         self.address, self.dtype, self.device = address, dtype, device
@@ -123,7 +123,7 @@ class Address:
 
 
 def describe(x: Tensor, block_shape: tuple[int, ...]) -> TensorDescriptor:
-    """Return a descriptor of a tensor, the same one each time for the same memory and shape."""
+    """Return the descriptor of a tensor, cached by address and shape."""
     if triton.knobs.runtime.interpret:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block_shape))
     where = (x.data_ptr(), x.dtype, x.get_device())
@@ -144,10 +144,10 @@ def _described(
 
 
 def keep_encoded_descriptors() -> None:
-    """Let Triton's launcher keep the encoded form of the descriptors of :func:`describe`.
+    """Make Triton's launcher cache the encoded form of the descriptors of :func:`describe`.
 
-    Otherwise it encodes a descriptor at each launch, which takes longer than the launch. Versions
-    of Triton that encode elsewhere are left alone.
+    Otherwise it encodes each descriptor at every launch, which takes longer than the launch.
+    Versions of Triton that encode elsewhere are not patched.
     """
     from triton.backends.nvidia import driver
 
@@ -170,17 +170,17 @@ def keep_encoded_descriptors() -> None:
 keep_encoded_descriptors()
 
 
-# Programmatic dependent launch: a kernel starts while the one before it still runs. From compute
-# capability 9.0 on, in decode steps. A kernel that is launched so must wait, in all its programs,
-# before it touches anything that another kernel of the stream writes or may still read: then the
-# next one, which waits for its end alone, has waited for all before.
+# Programmatic dependent launch: a kernel starts while the previous one is still running. Used in
+# decode steps from compute capability 9.0 on. All programs of such a kernel must wait before they
+# access anything that another kernel of the stream writes or may still read. The next kernel waits
+# only for this one, and thereby for all earlier ones.
 #
-# Programs that start early are placed where there is room, not evenly: a kernel that moves much
-# memory is slower for it, and is launched so in the smallest steps alone.
+# Programs that start early are distributed unevenly over the multiprocessors. This slows down
+# memory-bound kernels, so they use it only in the smallest steps.
 
 
 def starts_early(x: Tensor) -> bool:
-    """Option ``launch_pdl`` of a launch on the device of x."""
+    """Whether to set the launch option ``launch_pdl`` on the device of x."""
     return x.is_cuda and _device_starts_early(x.device.index)
 
 
@@ -191,9 +191,9 @@ def _device_starts_early(index: int) -> bool:
 
 @triton.jit
 def wait_for_inputs(AT_ONCE: tl.constexpr = True):
-    """Wait until the kernel before has ended, if this one was launched early.
+    """Wait until the previous kernel has ended, if this one was launched early.
 
-    The next one may start at once, or with ``AT_ONCE`` false at :func:`let_next_start`.
+    The next kernel may start at once or, if ``AT_ONCE`` is false, at :func:`let_next_start`.
     """
     if cuda_capability_geq(9, 0):
         if AT_ONCE:
@@ -203,13 +203,13 @@ def wait_for_inputs(AT_ONCE: tl.constexpr = True):
 
 @triton.jit
 def let_next_start():
-    """Let the next kernel start as soon as all programs have come here."""
+    """Allow the next kernel to start once all programs have called this."""
     if cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def fitting(tile: Tile, *sources: Tensor) -> Tile:
-    """The tile; without descriptors where tensors do not lie in steps of 16 bytes, as they need."""
+    """The tile, without tensor descriptors unless all tensors are 16-byte aligned."""
     steps = [x.data_ptr() for x in sources] + [
         stride * x.element_size() for x in sources for stride in x.stride()[:-1]
     ]
@@ -218,7 +218,7 @@ def fitting(tile: Tile, *sources: Tensor) -> Tile:
 
 
 def source(x: Tensor, rows: int, tile: Tile) -> Tensor | TensorDescriptor:
-    """``x [N, H, D]`` as a kernel loads ``rows`` rows of one head: by pointers or a descriptor."""
+    """Kernel argument for loads of ``rows`` rows of one head: ``x [N, H, D]`` or a descriptor."""
     if not tile.tma:
         return x
     return describe(x, (rows, 1, block_of(x.shape[-1])))

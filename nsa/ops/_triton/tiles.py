@@ -1,4 +1,4 @@
-"""Pieces of kernels: where a tile lies, loads and stores of rows, the online softmax."""
+"""Device functions shared by kernels: tile lookup, row loads and stores, online softmax."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks what is known when one is
-# compiled.
+# Kernels are typed by Triton, not by annotations: `tl.constexpr` marks compile-time constants.
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Sequences that one step of `find_tile` looks at, and the distance of those that its first step
-# looks at.
+# Sequences per step of `find_tile`, and the stride of its first, coarse step.
 SEQUENCES = tl.constexpr(128)
 
-# Arguments of kernels that change from call to call. Triton must not look at their values: it would
-# compile a kernel anew where such a number is 1, or a multiple of 16 for the first time.
+# Kernel arguments that change from call to call. Triton must not specialize on their values: it
+# would recompile for values of 1 and for multiples of 16.
 VARYING = [
     "len_q",
     "len_k",
@@ -35,12 +33,12 @@ VARYING = [
 
 
 class Span(NamedTuple):
-    """The rows of one sequence, in one head: of keys, or of queries.
+    """Key or query rows of one sequence in one head.
 
     Attributes:
-        head: the head.
-        first: packed row of the first.
-        count: how many there are.
+        head: head index.
+        first: first packed row.
+        count: number of rows.
     """
 
     head: Any
@@ -49,17 +47,17 @@ class Span(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries by query heads of one group.
+    """Tile of queries by the query heads of one group.
 
-    Row r of a sequence is query ``r // G``, head ``r % G`` of the group.
+    Row r of a sequence is query ``r // G`` and head ``r % G`` of the group.
 
     Attributes:
-        row: ``[BLOCK_M]``, the query, counted in its sequence.
-        token: ``[BLOCK_M]`` int64, its packed row.
+        row: ``[BLOCK_M]``, query index in the sequence.
+        token: ``[BLOCK_M]`` int64, packed row of the query.
         head: ``[BLOCK_M]``, query head.
-        t: ``[BLOCK_M]``, its position in the sequence.
-        ok: ``[BLOCK_M]``, whether there is such a row.
-        bit: ``[BLOCK_M]``, its bit in the query masks of the tile; of no use without them.
+        t: ``[BLOCK_M]``, position in the sequence.
+        ok: ``[BLOCK_M]``, whether the row exists.
+        bit: ``[BLOCK_M]``, bit of the query in the query masks of the tile; unused without them.
         t_first, t_last: positions of the first and the last query.
     """
 
@@ -75,19 +73,18 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS: tl.constexpr = 1):
-    """Sequence of the tile-th tile of ``TILE`` rows, and the tile's number inside it.
+    """Sequence of the tile-th tile of ``TILE`` rows, and the index of the tile in it.
 
-    Where there is no such tile the sequence is ``num_sequences``. ``cu_ptr`` None means that every
-    sequence has ``rows_each`` rows. Each counts as ``HEADS`` rows of tiles. With offsets the tiles
-    of a sequence begin at ``tiles_before``, and up to one behind its last stays empty.
+    If there is no such tile, the sequence is ``num_sequences``. If ``cu_ptr`` is None, every
+    sequence has ``rows_each`` rows. Each row counts as ``HEADS`` tile rows. With offsets, the tiles
+    of a sequence begin at ``tiles_before``, and at most one tile after its last one is empty.
     """
     if cu_ptr is None:
         tiles_each = tl.cdiv(rows_each * HEADS, TILE)
         sequence = tile // tiles_each
         inside = tile % tiles_each
     else:
-        # Where the tile's sequence may lie: behind the last of every 128th that begins before the
-        # tile.
+        # Coarse step over every 128th sequence: find the last one that begins before the tile.
         group = 0
         for first in tl.range(SEQUENCES, num_sequences, SEQUENCES * SEQUENCES):
             b = first + tl.arange(0, SEQUENCES) * SEQUENCES
@@ -100,7 +97,7 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
         start = tl.load(cu_ptr + b, mask=ok, other=0)
         rows = (tl.load(cu_ptr + b + 1, mask=ok, other=0) - start) * HEADS
         place = tile - (start * HEADS // TILE + b)
-        # At most one sequence has the tile: its number and the tile's come as sums.
+        # At most one sequence contains the tile, so sums extract its index and the tile's.
         here = ok & (place >= 0) & (place * TILE < rows)
         sequence = num_sequences + tl.sum(tl.where(here, b - num_sequences, 0), 0)
         inside = tl.sum(tl.where(here, place, 0), 0)
@@ -111,8 +108,8 @@ def find_tile(cu_ptr, tile, num_sequences, rows_each, TILE: tl.constexpr, HEADS:
 def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
     """First tile of ``TILE`` rows of a sequence, as ``find_tile`` counts them.
 
-    Whole tiles of all rows before it, and one for each sequence before it: as many as they can
-        need, by one division.
+    An upper bound that needs only one division: the whole tiles of all rows before the sequence,
+    plus one for each sequence before it.
     """
     if cu_ptr is None:
         before = sequence * tl.cdiv(rows_each, TILE)
@@ -123,7 +120,7 @@ def tiles_before(cu_ptr, sequence, rows_each, TILE: tl.constexpr):
 
 @triton.jit
 def sequence_rows(cu_ptr, sequence, rows_each):
-    """First packed row of a sequence, and its number of rows."""
+    """First packed row and number of rows of a sequence."""
     if cu_ptr is None:
         first = sequence * rows_each
         count = rows_each
@@ -144,7 +141,7 @@ def query_tile(
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The tile-th tile of a sequence: ``ROWS`` rows, held in ``BLOCK_M``; see ``QueryTile``."""
+    """Tile ``tile`` of a sequence: ``ROWS`` rows, padded to ``BLOCK_M``; see ``QueryTile``."""
     m = tl.arange(0, BLOCK_M)
     r = tile * ROWS + m
     row = r // G
@@ -162,9 +159,9 @@ def query_tile(
 
 @triton.jit
 def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows ``[N, BLOCK_D]`` at ``base + offset``; 0 from column D on.
+    """Load rows ``[N, BLOCK_D]`` at ``base + offset``; columns from D on are 0.
 
-    With ``MASKED`` also 0 where ``ok`` is false.
+    With ``MASKED``, rows for which ``ok`` is false are 0, too.
     """
     d = tl.arange(0, BLOCK_D)
     pointers = base + offset[:, None] + d[None, :]
@@ -184,16 +181,16 @@ def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: 
 def load_rows(
     ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row``, 64-bit addresses; see ``load_tile``."""
+    """Load rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row`` (64-bit); see ``load_tile``."""
     return load_tile(ptr, row.to(tl.int64) * stride_row, ok, D, BLOCK_D, MASKED)
 
 
 @triton.jit
 def load_column(pointers, mask, other):
-    """``tl.load`` of a vector, as a column: each number once.
+    """``tl.load`` of a vector in a column layout, so that each element is loaded once.
 
-    A vector that belongs to the columns of a score tile would be loaded by each thread that needs
-        it: 16 numbers of 64.
+    A vector in the layout of the columns of a score tile would be loaded by every thread that needs
+    it: 16 elements out of 64.
     """
     if mask is None:
         return tl.sum(tl.load(pointers[:, None]), 1)
@@ -203,7 +200,7 @@ def load_column(pointers, mask, other):
 
 @triton.jit
 def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` holds."""
+    """Store columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` is true."""
     d = tl.arange(0, BLOCK_D)
     pointers = ptr + row.to(tl.int64)[:, None] * stride_row + d[None, :]
     tl.store(pointers, x.to(ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
@@ -211,9 +208,9 @@ def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def softmax_start(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Maximum ``[BLOCK_M]``, sum ``[BLOCK_M]`` and output ``[BLOCK_M, BLOCK_DV]`` of no keys.
+    """Initial maximum ``[BLOCK_M]``, sum ``[BLOCK_M]`` and output ``[BLOCK_M, BLOCK_DV]``.
 
-    The maximum is finite, so that a row without a visible key gives 0 and not NaN.
+    The maximum is finite, so that a row without visible keys results in 0 instead of NaN.
     """
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -224,7 +221,7 @@ def softmax_start(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
 def softmax_step(s, v, row_max, total, acc, scale):
     """One step of the online softmax, base 2.
 
-    Scores ``[M, N]`` are unscaled and -inf where hidden, values are ``[N, Dv]``.
+    Scores ``[M, N]`` are unscaled, -inf for hidden keys; values are ``[N, Dv]``.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - new_max[:, None])
@@ -235,7 +232,7 @@ def softmax_step(s, v, row_max, total, acc, scale):
 
 @triton.jit
 def softmax_result(row_max, total, acc):
-    """out ``[M, Dv]`` fp32 and lse ``[M]``, natural logarithm; 0 and -inf of a row without keys."""
+    """out ``[M, Dv]`` fp32 and lse ``[M]``, natural log; 0 and -inf for rows without keys."""
     empty = total == 0
     out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
     lse = (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2
@@ -256,14 +253,14 @@ def load_statistics(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """delta and lse (base 2) ``[M]`` of rows of queries by heads, which lie ``at`` in memory.
+    """delta and lse (base 2) ``[M]`` of rows of queries by heads, stored at offsets ``at``.
 
-    delta, the row sums of ``out * dout``, is written. With gates, ``dout`` is the gradient of the
-    branches' gated sum: delta is then the gradient of this branch's gate. The gate itself goes into
-    lse, which is written anew: lower by the gate's logarithm, it makes every probability the gated
-    one, at no cost in the loops over keys.
+    delta, the row sum of ``out * dout``, is stored. With gates, ``dout`` is the gradient of the
+    gated sum of the branches, and delta is the gradient of this branch's gate. The gate is folded
+    into lse, which is stored as well: lse - log(gate) multiplies every probability by the gate, at
+    no cost in the loops over keys.
 
-    ``gated`` is None, or pointers of gates ``[T, Hq, 3]``, their gradients and the gated lse;
+    ``gated`` is None, or pointers to gates ``[T, Hq, 3]``, their gradients and the gated lse;
     ``out_row`` ``[M]`` are rows of out ``[T * Hq, Dv]`` and of the gates.
     """
     out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV, True)  # [M, BLOCK_DV]
@@ -279,32 +276,32 @@ def load_statistics(
 
 @triton.jit
 def gated_lse(lse, gates_ptr, dgates_ptr, at, delta, ok):
-    """lse of a branch less the logarithm of its gates; ``delta``, their gradient, is written.
+    """lse of a branch minus the log of its gates; stores ``delta``, the gate gradient.
 
-    Gates and gradients lie at ``at``.
+    ``at`` are the offsets of gates and gradients.
     """
     tl.store(dgates_ptr + at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
     gate = tl.load(gates_ptr + at, mask=ok, other=0.0).to(tl.float32)
     off = gate == 0
-    # A negative gate gives NaN, not a wrong gradient.
+    # A negative gate results in NaN rather than a wrong gradient.
     return tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
 
 
 @triton.jit
 def of_queries(x, KEYS_AS_ROWS: tl.constexpr):
-    """A number for each query, to be broadcast over a tile of scores."""
+    """Broadcast a value per query over a score tile."""
     return x[None, :] if KEYS_AS_ROWS else x[:, None]
 
 
 @triton.jit
 def of_keys(x, KEYS_AS_ROWS: tl.constexpr):
-    """A number for each key, to be broadcast over a tile of scores."""
+    """Broadcast a value per key over a score tile."""
     return x[:, None] if KEYS_AS_ROWS else x[None, :]
 
 
 @triton.jit
 def products(q, k, KEYS_AS_ROWS: tl.constexpr):
-    """Products of queries ``[M, D]`` and keys ``[N, D]``: ``[N, M]`` or, by queries, ``[M, N]``."""
+    """Dot products of q ``[M, D]`` and k ``[N, D]``: ``[M, N]``, ``[N, M]`` if KEYS_AS_ROWS."""
     if KEYS_AS_ROWS:
         return tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
@@ -313,7 +310,7 @@ def products(q, k, KEYS_AS_ROWS: tl.constexpr):
 
 @triton.jit
 def key_gradient(total, x, q, KEYS_AS_ROWS: tl.constexpr):
-    """Add what queries ``[M, D]`` give keys ``[N, D]`` by ``x``, a tile as of ``products``."""
+    """Add x times q ``[M, D]`` to total ``[N, D]``; x has the layout of ``products``."""
     if KEYS_AS_ROWS:
         return tl.dot(x, q, total, input_precision="ieee")
     else:
@@ -322,30 +319,30 @@ def key_gradient(total, x, q, KEYS_AS_ROWS: tl.constexpr):
 
 @triton.jit
 def load_fp32(pointers, mask):
-    """Values at ``pointers`` in fp32, 0 where ``mask`` is false."""
+    """Load values as fp32, 0 where ``mask`` is false."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def partner_column(d, ROTARY: tl.constexpr):
-    """Column that a rotation mixes with column d; d itself where nothing is rotated."""
+    """Column that is rotated together with column d; d itself in unrotated columns."""
     HALF: tl.constexpr = ROTARY // 2
     return tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
 
 
 @triton.jit
 def cos_sin(angle):
-    """Cosine and sine of fp32 angles to 10^8 radians, within 1e-7.
+    """Cosine and sine of fp32 angles up to 10^8 radians, error below 1e-7.
 
-    ``tl.cos`` and ``tl.sin`` are as exact, but they reduce large angles through an array in local
-    memory.
+    ``tl.cos`` and ``tl.sin`` are as accurate, but their range reduction of large angles uses an
+    array in local memory.
     """
     quarters = angle.to(tl.float64) * 0.6366197723675814  # 2 / pi
     nearest = tl.floor(quarters + 0.5)
     quadrant = nearest.to(tl.int32)
     x = ((quarters - nearest) * 1.5707963267948966).to(tl.float32)  # -pi / 4 .. pi / 4
     square = x * x
-    # Polynomials of Cephes' sinf and cosf (Moshier, 1989).
+    # Polynomials of sinf and cosf in Cephes (Moshier, 1989).
     sine = x + x * square * (
         -1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4)
     )
@@ -360,7 +357,7 @@ def cos_sin(angle):
 
 @triton.jit
 def rotation(frequency_ptr, position, d, magnitude, ROTARY: tl.constexpr):
-    """Factors of columns and of their partners, ``[N, BLOCK_D]`` fp32 each.
+    """Rotation factors of columns and of their partner columns, ``[N, BLOCK_D]`` fp32 each.
 
     A rotated column is ``x * same + partner * other``.
     """
@@ -387,11 +384,11 @@ def load_keys(
     PAST_END: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows ``n .. n + BLOCK_N`` of a span, ``[BLOCK_N, BLOCK_D]``, by pointers or a descriptor.
+    """Load rows ``n .. n + BLOCK_N`` of a span, ``[BLOCK_N, BLOCK_D]``, by pointers or descriptor.
 
-    ``PAST_END``: the tile reaches past the sequence. Rows there belong to another one and may hold
-    anything, so they are set to 0. Elsewhere the test is left out: it would send a tile through
-    registers on its way to the tensor cores.
+    ``PAST_END``: the tile extends past the sequence. Rows past the end belong to another sequence
+    and may contain anything, so they are set to 0. Other tiles skip the test, which would move the
+    tile through registers on its way to the tensor cores.
     """
     index = n + tl.arange(0, BLOCK_N)
     if TMA:

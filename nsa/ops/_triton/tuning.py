@@ -1,8 +1,8 @@
 """Tile sizes of the kernels, by kernel, head size, dtype and GPU.
 
-Measured tiles lie in ``tables/``, one JSON file for each GPU name, made by ``nsa bench tune``; a
-GPU without a file takes that of its nearest relative, and otherwise defaults by compute capability.
-Nothing here measures, and a table is read once.
+Measured tiles are stored in ``tables/``, one JSON file per GPU name, written by ``nsa bench tune``.
+A GPU without a file uses the table of the most similar GPU, or else defaults by compute
+capability. Nothing is measured here, and each table is read once.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).with_name("tables")
 
-# Tables for GPUs without one of their own: the same multiprocessors, another memory.
+# Tables for GPUs without their own: same multiprocessors, different memory.
 RELATIVES = {(9, 0): "nvidia-h200"}
 
-# Compute capabilities whose multiprocessors give a program 163 KiB of shared memory or more; all
-# others give 99.
+# Compute capabilities with at least 163 KiB of shared memory per program; all others have 99.
 LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0), (10, 3)}
-# Those that multiply matrices from shared memory; all others from registers, of which a backward
-# tile then needs more.
+# Compute capabilities whose tensor cores read operands from shared memory. The others read them
+# from registers, so a backward tile needs more registers.
 OPERANDS_IN_SHARED_MEMORY = {(9, 0), (10, 0), (10, 3)}
 
-# Compressed keys of a sequence from which on its kernels have tiles of their own.
+# Compressed keys per sequence from which on the kernels use separate tiles.
 LONG_KEYS = 1024
 
-# Of a thread. Told that it may use them, ptxas does not spill a word for the sake of one more
+# Registers per thread. With this limit ptxas does not spill a register just to fit one more
 # program on a multiprocessor.
 MOST_REGISTERS = 255
 
 
 class Tile(NamedTuple):
-    """Tile sizes and launch options of one kernel, a constant that it is compiled for.
+    """Tile sizes and launch options of one kernel, passed to it as a constant.
 
     Attributes:
-        rows: rows of a tile of queries (queries by heads; in selection queries alone).
-        keys: keys of a step (blocks, in the selection of blocks).
-        warps: warps a program.
+        rows: rows of a query tile (queries by heads; queries only in selection).
+        keys: keys per step (selection blocks in selection).
+        warps: warps per program.
         stages: depth of the software pipeline.
         tma: whether keys are loaded through tensor descriptors.
         keys_as_rows: dK and dV: whether the score tile has keys as rows.
-        edge_stages: dK and dV of a range: depth of the pipeline in its masked edges.
+        edge_stages: dK and dV of range attention: pipeline depth of the masked steps.
         keep_queries: selection: whether the queries of all heads of a group stay on chip.
-        max_registers: limit on the registers of a thread, so that more programs share a
-            multiprocessor; None leaves it open.
+        max_registers: limit on the registers per thread, so that more programs fit on a
+            multiprocessor; None means no limit.
     """
 
     rows: int
@@ -71,7 +70,7 @@ class Tile(NamedTuple):
     keep_queries: bool = False
 
     def launch_options(self) -> dict[str, int]:
-        """Keywords of a kernel launch."""
+        """Keyword arguments of a kernel launch."""
         options = {"num_warps": self.warps}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
@@ -81,9 +80,9 @@ class TileKey:
     """Key of a tile in the tables.
 
     Attributes:
-        kernel: name of the kernel, for example ``window_attention_fwd``.
+        kernel: kernel name, for example ``window_attention_fwd``.
         head_size: the larger of D and Dv.
-        element_size: bytes of an element.
+        element_size: bytes per element.
     """
 
     kernel: str
@@ -96,9 +95,9 @@ class TileTable:
     """Measured tiles of one GPU.
 
     Attributes:
-        gpu: its name, as CUDA gives it.
+        gpu: GPU name as reported by CUDA.
         rows: tile by key.
-        notes: what else a row of the file says, by key: ``ms``, ``measured``, versions, date.
+        notes: other fields of each row by key: ``ms``, ``measured``, versions, date.
     """
 
     gpu: str
@@ -106,7 +105,7 @@ class TileTable:
     notes: Mapping[TileKey, Mapping[str, Any]]
 
     def find(self, key: TileKey) -> Tile | None:
-        """The tile of ``key`` or, since it fits too, that of the next larger head size."""
+        """Return the tile of ``key``, or that of the next larger head size, which fits too."""
         same = (
             k for k in self.rows if (k.kernel, k.element_size) == (key.kernel, key.element_size)
         )
@@ -115,7 +114,7 @@ class TileTable:
 
 
 def table_name(gpu: str) -> str:
-    """File name of a GPU's table, without its suffix: ``NVIDIA H200`` is ``nvidia-h200``."""
+    """File name of a GPU's table without suffix: ``NVIDIA H200`` becomes ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
@@ -127,7 +126,7 @@ def load_table(path: Path) -> TileTable:
             ..., "tile": {...}, ...}]}``.
 
     Raises:
-        ValueError: the file is not such a table; the message names the file and the row.
+        ValueError: the file is not a valid table; the message names the file and the row.
     """
     where, hint = f"tuning table {path.name}", "Make it again with: nsa bench tune"
     rows: dict[TileKey, Tile] = {}
@@ -153,7 +152,7 @@ def load_table(path: Path) -> TileTable:
 
 
 def table_text(table: TileTable) -> str:
-    """The table as the text of its file, one row a line."""
+    """Serialize the table to JSON, one row per line."""
     rows = [
         json.dumps({**asdict(key), "tile": _given(tile), **table.notes.get(key, {})})
         for key, tile in sorted(
@@ -165,13 +164,13 @@ def table_text(table: TileTable) -> str:
 
 
 def _given(tile: Tile) -> dict[str, Any]:
-    """Fields of a tile that differ from their defaults, and its sizes."""
+    """Sizes of a tile, and its other fields that differ from their defaults."""
     plain = Tile(0, 0, 0, 0)
     return {name: value for name, value in tile._asdict().items() if value != getattr(plain, name)}
 
 
 def find_table(gpu: str, capability: tuple[int, int]) -> TileTable | None:
-    """The table of a GPU, or of its nearest relative; None where both are missing."""
+    """Table of a GPU or of the most similar one; None if both are missing."""
     for name in (table_name(gpu), RELATIVES.get(capability)):
         path = TABLES / f"{name}.json"
         if name is not None and path.is_file():
@@ -180,15 +179,15 @@ def find_table(gpu: str, capability: tuple[int, int]) -> TileTable | None:
 
 
 def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
-    """A tile for a GPU of this compute capability without a measured one.
+    """Default tile for a compute capability, used without a measured one.
 
     Args:
-        key: what is looked for.
-        capability: major and minor; None stands for the smallest GPU.
+        key: key of the tile.
+        capability: major and minor; None means the smallest GPU.
     """
     tile = _default_sizes(key, capability)
-    # The selection of blocks, of two bytes an element, needs stack with the limit and none without;
-    # on 12.x the reverse.
+    # Block selection with two-byte elements spills with the register limit and does not without it;
+    # on 12.x it is the other way round.
     limited = (
         key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
     )
@@ -196,8 +195,8 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
 
 
 def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
-    # None needs stack to head size 128, nor for 192 with values of 128 in two bytes: `make
-    # test-compile`. None was timed.
+    # Nothing spills up to head size 128, nor at 192 with values of 128 in two bytes (checked by
+    # `make test-compile`). These sizes are not timed.
     warps = 4 if key.head_size <= 128 else 8
     if key.kernel == "select_blocks":
         return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
@@ -222,7 +221,7 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
 
 @cache
 def device_table(index: int) -> tuple[TileTable | None, tuple[int, int]]:
-    """Table and compute capability of a CUDA device; read, or missed in the log, once a process."""
+    """Table and compute capability of a CUDA device; read or logged as missing once."""
     capability, gpu = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
     table = find_table(gpu, capability)
     if table is None:
@@ -248,10 +247,10 @@ _choose: Choose | None = None
 
 @contextmanager
 def tiles_chosen_by(choose: Choose) -> Iterator[None]:
-    """Context manager: pass every look-up through ``choose(key, tile of the table)``.
+    """Context manager: pass every lookup through ``choose(key, tile of the table)``.
 
-    For the benchmark and for tuning. It applies to the whole process and not to a thread, because
-    the backward pass runs in threads of autograd.
+    Used for benchmarks and tuning. It applies to the whole process rather than one thread, because
+    autograd runs the backward pass in its own threads.
     """
     global _choose
     assert _choose is None, "choices of tiles do not nest"
@@ -263,12 +262,12 @@ def tiles_chosen_by(choose: Choose) -> Iterator[None]:
 
 
 def tiles_are_chosen() -> bool:
-    """Whether :func:`tiles_chosen_by` is active: remembered plans may have other tiles."""
+    """Whether :func:`tiles_chosen_by` is active, so that cached plans may have other tiles."""
     return _choose is not None
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
-    """The tile of ``kernel`` for these inputs: from the table of their GPU, or the default."""
+    """Tile of ``kernel`` for these inputs, from the table of their GPU or the default."""
     key = TileKey(kernel, max(q.shape[-1], v.shape[-1]), q.element_size())
     index = None
     if q.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The branches and their gated sum, after compression."""
+"""Attention branches and their gated sum, without compression."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nsa.ops.selection import SelectionInputs, run_select_blocks
 def attention_by_branch(
     inputs: BranchInputs, call: Call, backend: str, window: Call | None = None
 ) -> AttentionResult:
-    """Attention of packed, checked inputs; with backend ``reference`` the specification.
+    """Attention of packed, validated inputs; backend ``reference`` is the specification.
 
-    ``window`` is the call of the window where its keys are other tokens, as in a cache.
+    ``window`` is the call of the window branch if its keys are other tokens, as with a cache.
     """
     q, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
     out_cmp = out_slc = out_win = block_indices = None
@@ -39,7 +39,7 @@ __all__ = ["AttentionResult", "BranchInputs", "attention_by_branch", "run_attent
 
 
 def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
-    """Attention of packed, checked inputs; ``triton`` runs one operator."""
+    """Attention of packed, validated inputs; backend ``triton`` runs one fused operator."""
     if backend == "reference":
         return attention_by_branch(inputs, call, backend)
     results = attention_op(inputs, call)

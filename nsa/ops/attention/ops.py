@@ -1,10 +1,9 @@
 """``nsa::attention``, registered with PyTorch.
 
-Its forward is the operators, with the window at the same time as the others. Its backward is not:
-the kernels of each branch take the gradient of the gated sum as it is and apply the branch's gate
-themselves, give the gate's gradient by the way (it is the row sum that a softmax gradient needs
-anyhow), and add their dQ to that of the branch before. So no gradient of a branch's output is ever
-written.
+The forward runs the operators of the branches, the window concurrently with the others. The
+backward is fused: the kernels of each branch read the gradient of the gated sum, apply the branch's
+gate and compute the gate's gradient (the row sum that a softmax gradient needs anyway), and add
+their dQ to that of the previous branch. The gradient of a branch's output is never written.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class BranchInputs(NamedTuple):
 
     Attributes:
         q: rotated queries ``[T, Hq, D]``.
-        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
-        k_cmp: compressed keys, rotated, ``[C, Hkv, D]``; None where no blocks are scored.
+        q_cmp: queries of the compressed branch and the block scores; None means ``q``.
+        k_cmp: compressed keys, rotated, ``[C, Hkv, D]``; None if no blocks are scored.
         v_cmp: compressed values ``[C, Hkv, Dv]``.
         k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
@@ -58,7 +57,7 @@ class BranchInputs(NamedTuple):
 
     @property
     def scoring_queries(self) -> Tensor:
-        """Queries of the compressed branch and of the scores."""
+        """Queries of the compressed branch and the block scores."""
         return self.q if self.q_cmp is None else self.q_cmp
 
 
@@ -68,8 +67,8 @@ class AttentionResult(NamedTuple):
     Attributes:
         out: ``[T, Hq, Dv]``.
         block_indices: the selected blocks, int32 ``[T, Hkv, n]``; None without the selected branch.
-        tile_stats: int64 ``[2]``: the counters by which its algorithm was chosen, 0 where shapes
-            alone chose it; None without the branch, and for the reference.
+        tile_stats: int64 ``[2]``: counters that determined the algorithm of the selected branch, 0
+            if it was determined by shapes alone; None without the branch and for the reference.
     """
 
     out: Tensor
@@ -78,14 +77,15 @@ class AttentionResult(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """The result and what the backward needs; tensors of a branch that is off are empty.
+    """Result and tensors saved for the backward; those of a disabled branch are empty.
 
     Attributes:
         out: the gated sum ``[T, Hq, Dv]``.
-        out_cmp, lse_cmp: of the compressed branch.
+        out_cmp, lse_cmp: results of the compressed branch.
         block_indices: the selected blocks.
-        out_slc, lse_slc, order, tile_stats: of the selected branch, see ``SelectedResults``.
-        out_win, lse_win: of the window.
+        out_slc, lse_slc, order, tile_stats: results of the selected branch, see
+            ``SelectedResults``.
+        out_win, lse_win: results of the window.
     """
 
     out: Tensor
@@ -116,7 +116,7 @@ class AttentionResults(NamedTuple):
 
 
 def _compressed(inputs: BranchInputs) -> RangeInputs | None:
-    """Inputs of the compressed branch; the keys replace the values if only lse is needed."""
+    """Inputs of the compressed branch; if only lse is needed, the keys serve as values."""
     if inputs.k_cmp is None:
         return None
     values = inputs.k_cmp if inputs.v_cmp is None else inputs.v_cmp
@@ -136,7 +136,7 @@ def _selected(inputs: BranchInputs, block_indices: Tensor) -> SelectedInputs | N
 
 
 def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
-    """Memory for the results of the branches; only shapes and devices are read."""
+    """Allocate the results of the branches; only shapes and devices are read."""
 
     def off() -> Tensor:
         return inputs.q.new_empty(0)
@@ -155,7 +155,7 @@ def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 
 def _finished(inputs: BranchInputs, results: AttentionResults, out: Tensor) -> AttentionResults:
-    """Add the gated sum, and drop the output of a compressed branch that only scores blocks."""
+    """Set the gated sum, and drop the output of a compressed branch that only scores blocks."""
     out_cmp = out.new_empty(0) if inputs.v_cmp is None else results.out_cmp
     return results._replace(out=out, out_cmp=out_cmp)
 
@@ -167,7 +167,7 @@ def _fake(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
     _check_numbers(inputs)
-    # Before the fork: offsets that the side stream reads, and memory for what it gives.
+    # Before the fork: offsets that the side stream reads, and memory for its results.
     if inputs.k_cmp is not None:
         call = replace(call, sequences=call.sequences.with_blocks(call.config))
     results = _branch_results(inputs, call)
@@ -207,7 +207,7 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 
 def _check_numbers(inputs: BranchInputs) -> None:
-    """Check numbers under the names of the caller's arguments, which differ in the branches."""
+    """Check index limits under the names of the caller's arguments, which differ by branch."""
     check_queries("native_sparse_attention", inputs.q)
     for argument in ("k_slc", "k_win"):
         k = getattr(inputs, argument)
@@ -218,13 +218,13 @@ def _check_numbers(inputs: BranchInputs) -> None:
 def _backward(
     inputs: BranchInputs, results: AttentionResults, dout: Tensor, call: Call
 ) -> BranchInputs:
-    """The gradients; of keys that only score blocks, and of their queries, there is none."""
+    """Gradients of the inputs; keys that only score blocks, and their queries, have none."""
     from nsa.ops.range.launch import RangeBackward
 
     inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
     dout = rows(dout)
-    # Before the fork: all that both streams touch, offsets and copies in another layout among it,
-    # and what the side gives. Branches add to dq in this order: compressed, window, selected.
+    # Before the fork: everything that both streams use, including offsets and copied layouts, and
+    # the side stream's results. Branches add to dq in the order compressed, window, selected.
     dq, dgates = inputs.q.new_empty(inputs.q.shape), torch.zeros_like(inputs.gates)
     dq_cmp = None
     if inputs.q_cmp is not None and inputs.v_cmp is not None:
@@ -248,7 +248,7 @@ def _backward(
         dkv_slc = (selected.k.new_empty(selected.k.shape), selected.v.new_empty(selected.v.shape))
     dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
     dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
-    # All dQ and the selected branch, one after the other; meanwhile dK and dV of the ranges.
+    # All dQ and the selected branch in sequence, concurrently with dK and dV of the ranges.
     with fork_join(inputs.q.device, enabled=[cmp, win, dkv_slc].count(None) < 2) as streams:
         with streams.on_side():
             if cmp is not None:

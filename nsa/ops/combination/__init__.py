@@ -27,10 +27,9 @@ def combine(
     """Gated sum of the branches (Eq. 5, arXiv:2502.11089).
 
     Args:
-        out_cmp: output of the compressed branch ``[..., Hq, Dv]``; None when it is off, which adds
-            nothing.
-        out_slc: of the selected branch, likewise.
-        out_win: of the window, likewise.
+        out_cmp: output of the compressed branch ``[..., Hq, Dv]``; None if the branch is disabled.
+        out_slc: output of the selected branch, likewise.
+        out_win: output of the window, likewise.
         gates: activated gates ``[..., Hq, 3]``, order (cmp, slc, win).
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -60,7 +59,7 @@ def combine(
 def combine_reference(
     branches: tuple[Tensor | None, Tensor | None, Tensor | None], gates: Tensor
 ) -> Tensor:
-    """See :func:`nsa.combine`; ``branches`` are cmp, slc, win."""
+    """See :func:`nsa.combine`; ``branches`` are (cmp, slc, win)."""
     on = [(out, gates[..., index, None]) for index, out in enumerate(branches) if out is not None]
     dtype = accumulate_dtype(on[0][0])
     total = sum(out.to(dtype) * gate.to(dtype) for out, gate in on)

@@ -1,8 +1,8 @@
-"""Kernels of the gated sum of the branches and of its gradients (Eq. 5).
+"""Kernels of the gated sum of the branches and its gradients (Eq. 5).
 
-Rows are queries by heads; program i works on the i-th ``BLOCK_R`` of them. ``branch_ptrs[k]`` is
-the k-th branch that is on, whose gate is in column ``ON[k]`` of the gates ``[rows, 3]``; ``OFF``
-are the columns of the other branches.
+Rows are queries by heads; program i handles the i-th ``BLOCK_R`` rows. ``branch_ptrs[k]`` is the
+k-th enabled branch, whose gate is column ``ON[k]`` of the gates ``[rows, 3]``; ``OFF`` are the
+columns of the disabled branches.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -18,9 +18,9 @@ from nsa.ops._triton.tiles import VARYING, load_fp32
 
 @triton.jit
 def row_tile(num_rows, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """First row, rows ``[BLOCK_R]`` after it and whether they exist; the same of their elements.
+    """First row, row offsets ``[BLOCK_R]`` with mask, and element offsets with mask.
 
-    The first row is one 64-bit number, distances from it have 32 bits: that needs fewer registers.
+    The first row is a 64-bit scalar and the offsets have 32 bits, which needs fewer registers.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
     r = tl.arange(0, BLOCK_R)
@@ -41,7 +41,7 @@ def combine_fwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """out ``[rows, Dv]``."""
+    """Write out ``[rows, Dv]``."""
     first, r, ok, at, mask = row_tile(num_rows, DV, BLOCK_R, BLOCK_DV)
     total = 0.0
     for k in tl.static_range(len(ON)):
@@ -65,7 +65,7 @@ def combine_bwd_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Gradients of the branches ``[rows, Dv]``, and of the gates: 0 for a branch that is off."""
+    """Gradients of the branches ``[rows, Dv]`` and of the gates (0 for a disabled branch)."""
     first, r, ok, at, mask = row_tile(num_rows, DV, BLOCK_R, BLOCK_DV)
     dout = load_fp32(dout_ptr + first * DV + at, mask)  # [BLOCK_R, BLOCK_DV]
     dgates = dgates_ptr + first * 3

@@ -1,6 +1,6 @@
 """``nsa::combine``: launchers of its kernels, and its registration with PyTorch.
 
-Triton is loaded when an operator first runs.
+Triton is imported at the first launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK_ROWS = 16
 
 
 def present(*outputs: Tensor | None) -> tuple[list[Tensor], list[int]]:
-    """The outputs of the branches that are on, and the columns of their gates."""
+    """Outputs of the enabled branches, and their columns in the gates."""
     found = {column: x.contiguous() for column, x in enumerate(outputs) if x is not None}
     return [*found.values()], [*found]
 
@@ -27,7 +27,7 @@ def present(*outputs: Tensor | None) -> tuple[list[Tensor], list[int]]:
 def run_combine(
     out_cmp: Tensor | None, out_slc: Tensor | None, out_win: Tensor | None, gates: Tensor
 ) -> Tensor:
-    """:func:`nsa.combine` by its kernel, for use inside another operator."""
+    """Run the kernel of :func:`nsa.combine`, for use inside another operator."""
     return _forward(*present(out_cmp, out_slc, out_win), gates)
 
 
@@ -44,7 +44,7 @@ def _forward(branches: list[Tensor], columns: list[int], gates: Tensor) -> Tenso
 def _backward(
     branches: list[Tensor], columns: list[int], gates: Tensor, dout: Tensor
 ) -> list[Tensor]:
-    """Gradients of the branches, and of the gates."""
+    """Gradients of the branches and of the gates."""
     from nsa.ops.combination.kernels import combine_bwd_kernel
 
     *grads, dgates = _fake_backward(branches, columns, gates, dout)
@@ -63,7 +63,7 @@ def _backward(
 
 
 def _launch(kernel: Any, out: Tensor, **constants: Any) -> Launch:
-    """Launch of a kernel over the rows of an output or its gradient."""
+    """Launch over the rows of an output or its gradient."""
     from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch
 

@@ -1,4 +1,4 @@
-"""Compression: blocks of l tokens, d apart, become one key and one value each."""
+"""Compression: each block of l tokens, with stride d, becomes one key and one value."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def compress(
 ) -> tuple[Tensor, Tensor]:
     """Compress raw keys or raw values (phi of Eq. 7, arXiv:2502.11089).
 
-    Block i of a sequence covers its tokens ``[i * d, i * d + l)`` and exists when it is complete.
-    Keys are compressed before they are rotated; rotate row r of the result at
+    Block i of a sequence covers its tokens ``[i * d, i * d + l)``; incomplete blocks do not exist.
+    Keys are compressed before rotation; rotate row r of the result at position
     ``compressed_positions(...)[r]``.
 
     Args:
@@ -49,12 +49,12 @@ def compress(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        y ``[S // d, Hkv, D]`` (packed in any case; rows from ``cu_seqlens_cmp[-1]`` on are zero and
+        y ``[S // d, Hkv, D]`` (always packed; rows from ``cu_seqlens_cmp[-1]`` on are zero and
         never read) and ``cu_seqlens_cmp`` int32 ``[B + 1]``, the offsets of the sequences' blocks
         in y.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     name, dense = "compress", x.ndim == 4
     check(x.ndim in (3, 4), name, "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
@@ -80,7 +80,7 @@ class Raw(NamedTuple):
     Attributes:
         x: packed ``[S, Hkv, D]``.
         weights: parameters of phi; None for ``mean``.
-        rope: rotates the result; None leaves it as it is.
+        rope: rotation of the result; None for none.
     """
 
     x: Tensor
@@ -96,10 +96,9 @@ def run_compress(
     backend: str,
     starts: Tensor | None = None,
 ) -> list[Tensor]:
-    """:func:`compress` of packed and checked inputs by a chosen backend, all of them in one call.
+    """Run :func:`compress` for several packed, validated inputs in one call on a chosen backend.
 
-    ``starts`` are the positions of the first token of each sequence, int32 ``[B]``; None: all are
-    0.
+    ``starts`` are the positions of the first token of each sequence, int32 ``[B]``; None means 0.
     """
     _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
     cu_cmp, len_cmp = sequences.kernel_blocks(config)
@@ -130,9 +129,10 @@ def run_compress(
 def _compress_mlp(
     x: Tensor, weights: PhiWeights, where: tuple[Any, ...], num_blocks: int | Tensor
 ) -> Tensor:
-    """phi ``mlp`` by matrix products.
+    """Compute phi ``mlp`` by matmuls.
 
-    ``(block + position) W1`` is ``block W1 + position W1``, the second term once a head.
+    ``(block + position) W1`` is ``block W1 + position W1``; the second term is computed once per
+    head.
     """
     assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
     (blocks,) = compress_op([x], [None], *where, True, [""], 0)  # [Hkv, C, l, D]
@@ -149,7 +149,7 @@ def _compress_mlp(
 def check_weights(
     function: str, argument: str, weights: PhiWeights | None, config: NSAConfig, size: int
 ) -> None:
-    """The parameters of phi fit the config and the head size."""
+    """Check that the parameters of phi match the config and the head size."""
     num_heads, length = config.num_kv_heads, config.compress_block_size
     hidden = config.compress_hidden_size or 2 * size
     by_token = (num_heads, length, size)

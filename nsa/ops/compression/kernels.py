@@ -1,8 +1,8 @@
-"""Kernels of compression (phi of Eq. 7) by mean or weights, with the rotation of its result.
+"""Kernels of compression (phi of Eq. 7) by mean or weights, including the rotation of the result.
 
-Block c of a sequence holds the tokens ``[c * d, c * d + l)``; the result y is ``[C, Hkv, D]``. With
-``WHOLE`` nothing is summed: y is then the tokens of every block themselves, ``[Hkv, C, l, D]``, for
-the matrix products of phi ``mlp``.
+Block c of a sequence contains the tokens ``[c * d, c * d + l)``; the result y is ``[C, Hkv, D]``.
+With ``WHOLE`` nothing is summed: y then contains the tokens of every block, ``[Hkv, C, l, D]``, for
+the matmuls of phi ``mlp``.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -26,18 +26,18 @@ from nsa.ops._triton.tiles import (
 
 
 class Sizes(NamedTuple):
-    """Sizes that the kernels are compiled for.
+    """Sizes, as compile-time constants.
 
     Attributes:
         HKV: KV heads.
         D: head size.
         L: compression block size.
         STRIDE: compression stride.
-        ROTARY: columns of a head that are rotated.
-        WHOLE: whether y holds the tokens of every block.
-        BLOCK_C: blocks, or strides of tokens, of a tile.
+        ROTARY: number of rotated columns of a head.
+        WHOLE: whether y contains the tokens of every block.
+        BLOCK_C: blocks (or strides of tokens) per tile.
         BLOCK_D: columns of a tile.
-        AHEAD: tokens of a block whose loads are on their way at a time.
+        AHEAD: tokens of a block that are loaded at a time.
     """
 
     HKV: int
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def y_offset(first_y, block, head, num_rows, SIZES: tl.constexpr):
-    """Offset in y, elements, of blocks of a head of a sequence."""
+    """Element offset in y of blocks of one head and sequence."""
     if SIZES.WHOLE:
         return (head.to(tl.int64) * num_rows + first_y + block) * (SIZES.L * SIZES.D)
     else:
@@ -71,7 +71,7 @@ def first_position(starts_ptr, sequence, position_offset):
 
 @triton.jit
 def load_unrotated(dy_ptr, rope, offset, block, ok, d, SIZES: tl.constexpr):
-    """Gradient of compressed rows before their rotation: the transposed rotation of dy.
+    """Gradient of the compressed rows before rotation: the transposed rotation of dy.
 
     ``[N, BLOCK_D]`` fp32 for blocks ``[N]`` at ``offset``.
     """
@@ -106,7 +106,7 @@ def compress_fwd_kernel(
     stride_xh,
     SIZES: tl.constexpr,
 ):
-    """y; program (i, h) works on head h of the i-th tile of ``BLOCK_C`` blocks."""
+    """Write y; program (i, h) computes head h of the i-th tile of ``BLOCK_C`` blocks."""
     head = tl.program_id(1)
     number = tl.program_id(0)
     sequence, tile = find_tile(cu_cmp_ptr, number, num_sequences, len_cmp, SIZES.BLOCK_C)
@@ -146,7 +146,7 @@ def compress_fwd_kernel(
 
 @triton.jit
 def weighted(x, weight_ptr, at, mask):
-    """x ``[N, BLOCK_D]`` in fp32, times the weights ``[BLOCK_D]`` if there are any."""
+    """x ``[N, BLOCK_D]`` in fp32, multiplied by the weights ``[BLOCK_D]`` if there are any."""
     x = x.to(tl.float32)
     if weight_ptr is not None:
         x *= load_fp32(weight_ptr + at, mask)[None, :]
@@ -155,7 +155,7 @@ def weighted(x, weight_ptr, at, mask):
 
 @triton.jit
 def token_gradient(source, c, i, head, SIZES: tl.constexpr):
-    """Gradient ``[BLOCK_C, BLOCK_D]`` of the i-th tokens of strides c, from all their blocks."""
+    """Gradient ``[BLOCK_C, BLOCK_D]`` of the i-th token of each stride c, over all its blocks."""
     dy_ptr, weight_ptr, rope, first_y, num_y, num_rows = source
     d = tl.arange(0, SIZES.BLOCK_D)
     total = 0.0
@@ -163,7 +163,7 @@ def token_gradient(source, c, i, head, SIZES: tl.constexpr):
         block = c - back
         ok = (block >= 0) & (block < num_y)
         offset = y_offset(first_y, block, head, num_rows, SIZES)
-        token = i + back * SIZES.STRIDE  # in the block
+        token = i + back * SIZES.STRIDE  # index in the block
         if SIZES.WHOLE:
             offset += token * SIZES.D
         dy = load_unrotated(dy_ptr, rope, offset, block, ok, d, SIZES)
@@ -189,9 +189,9 @@ def compress_dx_kernel(
     starts_ptr,
     SIZES: tl.constexpr,
 ):
-    """dx ``[T, Hkv, D]``; program (i, h) works on head h of the i-th tile of strides.
+    """Write dx ``[T, Hkv, D]``; program (i, h) computes head h of the i-th tile of strides.
 
-    Token ``c * d + i`` lies in the blocks c, c - 1, .. c - l / d + 1.
+    Token ``c * d + i`` is in the blocks c, c - 1, .. c - l / d + 1.
     """
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -206,7 +206,7 @@ def compress_dx_kernel(
         source = (dy_ptr, weight_ptr, rope, first_y, num_y, num_rows)
         c = tile * SIZES.BLOCK_C + tl.arange(0, SIZES.BLOCK_C)
         d = tl.arange(0, SIZES.BLOCK_D)
-        if MEAN:  # the same for all tokens of a stride
+        if MEAN:  # equal for all tokens of a stride
             total = token_gradient(source, c, 0, head, SIZES) * (1.0 / SIZES.L)
         for i in tl.range(0, SIZES.STRIDE):
             if not MEAN:
@@ -239,8 +239,8 @@ def compress_dw_kernel(
 ):
     """Partial gradients of the weights, fp32 ``[parts, Hkv, l, D]``.
 
-    Program (p, h, j) works on the j-th ``BLOCK_L`` weights of head h and adds up every
-    num_programs-th tile of blocks from the p-th on.
+    Program (p, h, j) computes the j-th ``BLOCK_L`` weights of head h, summed over tiles of blocks
+    p, p + num_programs, ...
     """
     part = tl.program_id(0)
     head = tl.program_id(1)

@@ -1,6 +1,6 @@
 """``nsa::compress``: launchers of its kernels, and its registration with PyTorch.
 
-Triton is loaded when an operator first runs.
+Triton is imported at the first launch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
 
 BLOCK_ROWS = 16
-# Of each block of a tile, tokens together: a short batch has fewer programs than a GPU can hold, so
-# that each waits for memory.
+# Bytes of each block that are loaded at a time: a short batch has too few programs to fill a GPU,
+# so each waits for memory.
 LOADED_BYTES = 1024
 WEIGHT_PARTS = 64
-WEIGHT_TILE = 2048  # elements of a tile of weights, at most
-# Where registers are plentiful, ptxas may still spill one for the sake of one more program on a
-# multiprocessor; told how many it may use, it does not.
+WEIGHT_TILE = 2048  # maximum number of elements of a weight tile
+# Registers per thread. With an explicit limit ptxas does not spill a register just to fit one more
+# program on a multiprocessor.
 REGISTERS = 128
 
 
 class Blocks(NamedTuple):
-    """The last arguments of the operators: sequences, and what becomes of their blocks.
+    """The last arguments of the operators: sequences and sizes.
 
     Attributes:
-        cu: int32 ``[B + 1]`` offsets of the tokens; None when all sequences have the same length.
+        cu: int32 ``[B + 1]`` offsets of the tokens; None if all sequences have equal length.
         cu_cmp: offsets of the compressed rows.
-        starts: position of the first token of each sequence, int32 ``[B]``; None: all 0.
+        starts: position of the first token of each sequence, int32 ``[B]``; None means 0.
         num_sequences: B.
-        len_x: tokens of each sequence when ``cu`` is None.
-        len_cmp: compressed rows of each.
+        len_x: tokens of each sequence if ``cu`` is None.
+        len_cmp: compressed rows of each sequence if ``cu`` is None.
         size: compression block size.
         stride: compression stride.
-        whole: give the tokens of every block, not their sum.
-        ropes: of each tensor :attr:`Rope.text`; empty for a result that is not rotated.
-        middle: rotated position inside a block.
+        whole: whether to return the tokens of every block instead of their sum.
+        ropes: :attr:`Rope.text` of each tensor; empty if its result is not rotated.
+        middle: position inside a block at which it is rotated.
     """
 
     cu: Tensor | None
@@ -58,15 +58,15 @@ class Blocks(NamedTuple):
     middle: int
 
     def sequences(self, like: Tensor) -> Sequences:
-        """Return the sequences, in tokens and in compressed rows."""
+        """Return the sequence layout, in tokens and in compressed rows."""
         offsets = None if self.cu is None or self.cu_cmp is None else (self.cu, self.cu_cmp)
         return Sequences(offsets, self.num_sequences, self.len_x, self.len_cmp, like.device)
 
     def rotation(self, like: Tensor, rope_text: str) -> tuple[Any, ...]:
-        """Arguments of every kernel that describe the rotation.
+        """Kernel arguments that describe the rotation.
 
-        They are radians a position, fp32 ``[rope.dim / 2]``, factor, position of a block at the
-        start of a sequence, and :attr:`starts`.
+        They are the frequencies in radians per position, fp32 ``[rope.dim / 2]``, the magnitude,
+        the position of a block at the start of a sequence, and :attr:`starts`.
         """
         if not rope_text:
             return None, 1.0, 0, None
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
         return table, rope.magnitude, offset, self.starts
 
     def constants(self, like: Tensor, num_heads: int, rope_text: str) -> dict[str, Any]:
-        """Constants and options of every kernel."""
+        """Constants and launch options common to all kernels."""
         from nsa.ops._layout import next_power_of_2
         from nsa.ops.compression.kernels import Sizes
 
@@ -83,7 +83,7 @@ class Blocks(NamedTuple):
         tile = (BLOCK_ROWS, next_power_of_2(size))
         ahead = max(1, LOADED_BYTES // (tile[1] * like.element_size()))
         sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile, ahead)
-        # As many warps as keep a tile in registers.
+        # Enough warps to keep a tile in registers.
         options = {"num_warps": 4 if size <= 128 else 8}
         if self.whole:
             options["maxnreg"] = REGISTERS
@@ -126,7 +126,7 @@ def _compress(x: Tensor, weight: Tensor | None, rope: str, *rest: Any) -> Tensor
 
 
 def _result(x: Tensor, blocks: Blocks) -> Tensor:
-    """``[C, Hkv, D]`` or, if whole, ``[Hkv, C, l, D]``; 0 in rows that no block owns."""
+    """Allocate ``[C, Hkv, D]``, or ``[Hkv, C, l, D]`` if whole; unused rows are 0."""
     num_tokens, num_heads, size = x.shape
     num_rows = num_tokens // blocks.stride
     if blocks.whole:
@@ -145,7 +145,7 @@ def _backward(
     num_tokens: int,
     *rest: Any,
 ) -> list[Tensor]:
-    """Gradients dx ``[num_tokens, Hkv, D]`` and, if any, dweight ``[Hkv, l, D]`` of each tensor."""
+    """Gradients dx ``[num_tokens, Hkv, D]`` and, with weights, dweight ``[Hkv, l, D]``."""
     given = zip(dys, xs, weights, Blocks(*rest).ropes, strict=True)
     return [y for of_one in given for y in _gradients_of(*of_one, num_tokens, *rest)]
 
@@ -215,7 +215,7 @@ def _gradients(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     xs, weights, cu, cu_cmp, starts, *ctx.rest = inputs
     ctx.num_tokens, ctx.count = xs[0].shape[0], len(xs)
-    # Without weights the gradient needs no values of x.
+    # Without weights the gradient does not depend on x.
     read = (None if weight is None else x for x, weight in zip(xs, weights, strict=True))
     ctx.save_for_backward(cu, cu_cmp, starts, *read, *weights)
 

@@ -1,4 +1,4 @@
-"""Compression of token blocks to one key or value each (Eq. 7's phi): the specification."""
+"""Compression of token blocks to one key or value each (phi of Eq. 7): the specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa.ops._packed import compressed_cu_seqlens, locate
 
 @dataclass(frozen=True)
 class PhiWeights:
-    """Parameters of phi for keys or for values; which are set depends on ``config.phi``.
+    """Parameters of phi for keys or for values; ``config.phi`` determines which are set.
 
     Attributes:
         weight: ``linear``: ``[Hkv, l, D]``.
@@ -32,7 +32,7 @@ class PhiWeights:
 def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Tokens of every compression block ``[S // d, l, Hkv, D]``, and ``cu_seqlens_cmp``.
 
-    Rows that no block owns are zero.
+    Rows that belong to no block are zero.
     """
     cu_seqlens_cmp = compressed_cu_seqlens(cu_seqlens, config)
     num_rows = x.shape[0] // config.compress_stride
@@ -46,7 +46,7 @@ def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Ten
 def compress_reference(
     x: Tensor, weights: PhiWeights | None, config: NSAConfig, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`nsa.compress`; ``x`` is packed and checked."""
+    """See :func:`nsa.compress`; ``x`` is packed and validated."""
     dtype = accumulate_dtype(x)
     blocks, cu_seqlens_cmp = gather_blocks(x, cu_seqlens, config)
     blocks = blocks.to(dtype)  # [C, l, Hkv, D]
@@ -67,23 +67,23 @@ def compress_reference(
 
 
 def rotated_place(config: NSAConfig) -> int:
-    """Token of a block at whose position the compressed key is rotated."""
+    """Index in the block of the token whose position rotates the compressed key."""
     return (config.compress_block_size - 1) // 2 if config.compress_rope == "middle" else 0
 
 
 def compressed_positions(
     config: NSAConfig, cu_seqlens: Tensor, num_rows: int, starts: Tensor | None = None
 ) -> Tensor:
-    """Position inside its sequence at which each compressed key is rotated.
+    """Position in its sequence at which each compressed key is rotated.
 
     Args:
-        config: the sparse pattern; ``compress_rope`` says where in the block.
+        config: the sparse pattern; ``compress_rope`` determines the position in the block.
         cu_seqlens: int32 ``[B + 1]`` offsets of the tokens.
         num_rows: rows of the compressed keys, ``S // d``.
-        starts: positions of the first token of each sequence, ``[B]``; None: all are 0.
+        starts: positions of the first token of each sequence, ``[B]``; None means 0.
 
     Returns:
-        int64 ``[num_rows]``; arbitrary in rows that no block owns.
+        int64 ``[num_rows]``; arbitrary in rows that belong to no block.
     """
     sequence, block, _ = locate(num_rows, compressed_cu_seqlens(cu_seqlens, config))
     position = block * config.compress_stride + rotated_place(config)

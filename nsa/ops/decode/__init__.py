@@ -1,4 +1,4 @@
-"""A decode step: new tokens go into the cache, and their queries read it, on kernels of its own."""
+"""Decode step: append new tokens to the cache and attend to it, with dedicated kernels."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens of a sequence in one step, at most.
+# Maximum number of tokens per sequence in one step.
 MOST_QUERIES = 8
 
 
 class CacheTensors(NamedTuple):
-    """A layer's part of the decode cache; Tensors of a disabled branch are None.
+    """One layer's decode cache. Tensors of a disabled branch are None.
 
     Attributes:
-        k_slc: pages of the selected branch ``[pages * l', Hkv, D]``.
-        v_slc: the same of values ``[pages * l', Hkv, Dv]``.
-        k_win: ring of the window of every sequence ``[B * ring, Hkv, D]``.
-        v_win: the same of values.
-        k_raw: ring of the tokens that the next compressed block may need ``[B * ring, Hkv, D]``.
-        v_raw: the same of values; None where only scores need compressed keys.
+        k_slc: key pages of the selected branch ``[pages * l', Hkv, D]``.
+        v_slc: value pages of the selected branch ``[pages * l', Hkv, Dv]``.
+        k_win: key ring buffer of the window of every sequence ``[B * ring, Hkv, D]``.
+        v_win: value ring buffer of the window.
+        k_raw: ring buffer of the tokens that the next compressed block may need
+            ``[B * ring, Hkv, D]``.
+        v_raw: ring buffer of their values; None if compressed keys are only scored.
         k_cmp: pages of compressed keys ``[pages * l' / d, Hkv, D]``, rotated.
-        v_cmp: the same of values.
-        table: pages of every sequence, int32 ``[B, most pages]``.
-        lengths: tokens cached of every sequence, int32 ``[B]``.
-        counters: int32 zeros ``[2, B * Hq * most queries]``.
+        v_cmp: pages of compressed values.
+        table: page indices of every sequence, int32 ``[B, max pages]``.
+        lengths: cached tokens of every sequence, int32 ``[B]``.
+        counters: int32 zeros ``[2, B * Hq * max queries]``.
     """
 
     k_slc: Tensor | None
@@ -41,12 +42,12 @@ class CacheTensors(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return self.lengths.shape[0]
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a step, ``[B * queries, Hkv, size]`` each, contiguous, in the cache's order."""
+    """New tokens of a step, ``[B * queries, Hkv, size]`` each, contiguous, in cache order."""
 
     k_slc: Tensor | None
     v_slc: Tensor | None

@@ -1,6 +1,6 @@
-"""Kernel that takes new tokens into a decode cache, and compresses the blocks that they complete.
+"""Kernel that appends new tokens to a decode cache and compresses the blocks that they complete.
 
-Where things lie is said in ``nsa.cache``.
+``nsa.cache`` documents the cache layout.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -20,14 +20,14 @@ from nsa.ops.decode.layout import CAPACITIES, complete_blocks, compressed_rows, 
 
 
 class Stream(NamedTuple):
-    """Keys or values of one branch on their way into the cache.
+    """Keys or values of one branch that are appended to the cache.
 
     Attributes:
-        ring: rows of the ring that they go to; 0: they go to pages.
-        size: of a head.
-        block: a power of two that holds it.
-        compresses: number of the compressed rows that come of them, or -1.
-        rotary: columns of these that are rotated.
+        ring: rows of their ring buffer; 0 if they are stored in pages.
+        size: head size.
+        block: head size padded to a power of two.
+        compresses: index of the compressed rows computed from them, or -1.
+        rotary: number of rotated columns of the compressed rows.
         hidden: hidden size of phi ``mlp``.
     """
 
@@ -41,14 +41,14 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class AppendPlan(Constants):
-    """For what the kernel is compiled.
+    """Compile-time constants of the append kernel.
 
     Attributes:
-        streams: in the order of the tensors.
-        phi: of the compression.
-        block_l: a power of two that holds the tokens of a compression block.
-        block_queries: the same for the tokens of a step.
-        block_hidden: hidden units that phi ``mlp`` computes at a time.
+        streams: streams in the order of the tensors.
+        phi: the compression function.
+        block_l: tokens of a compression block, padded to a power of two.
+        block_queries: tokens of a step, padded to a power of two.
+        block_hidden: hidden units of phi ``mlp`` per iteration.
     """
 
     streams: tuple[Stream, ...]
@@ -71,7 +71,7 @@ def take_in(
     PLAN: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Copy the new rows of stream K."""
+    """Copy the new rows of stream K to the cache."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     RING: tl.constexpr = PLAN.streams[K].ring
     i = tl.arange(0, PLAN.block_queries)
@@ -83,7 +83,7 @@ def take_in(
     d = tl.arange(0, PLAN.streams[K].block)[None, :]
     mask = ok[:, None] & (d < SIZE)
     source = (b * P.QUERIES + i).to(tl.int64) * P.HKV + head
-    x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)
+    x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)  # [block_queries, BLOCK_D]
     tl.store(cache_ptr + (row * P.HKV + head)[:, None] * SIZE + d, x, mask=mask)
 
 
@@ -100,7 +100,7 @@ def raw_rows(
     PLAN: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Raw rows ``[N, BLOCK_D]`` fp32 at these positions, new or of the ring; 0 where not ok."""
+    """Raw rows ``[N, BLOCK_D]`` fp32 at the positions, new or from the ring; 0 where not ok."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     RING: tl.constexpr = PLAN.streams[K].ring
     d = tl.arange(0, PLAN.streams[K].block)[None, :]
@@ -114,7 +114,7 @@ def raw_rows(
 
 @triton.jit
 def perceptron(source, phi_ptrs, head, block, P: tl.constexpr, PLAN: tl.constexpr, K: tl.constexpr):
-    """Term ``[BLOCK_D]`` fp32 that phi ``mlp`` adds to the mean of a block."""
+    """Output ``[BLOCK_D]`` fp32 of phi ``mlp``, which is added to the mean of a block."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     HIDDEN: tl.constexpr = PLAN.streams[K].hidden
     FIRST: tl.constexpr = 3 * PLAN.streams[K].compresses
@@ -152,12 +152,13 @@ def compress_block(
     PLAN: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The compressed row ``[BLOCK_D]`` fp32 of a block, rotated if it is a key."""
+    """Compressed row ``[BLOCK_D]`` fp32 of a block, rotated if it is a key."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     new_ptr, ring_ptr, b, cached = source
     d = tl.arange(0, PLAN.streams[K].block)
     i = tl.arange(0, PLAN.block_l)
     position = block * P.STRIDE + i
+    # [block_l, BLOCK_D] fp32
     x = raw_rows(new_ptr, ring_ptr, b, head, position, i < P.L, cached, P, PLAN, K)
     if PLAN.phi == "linear":
         mask = (i < P.L)[:, None] & (d < SIZE)[None, :]
@@ -191,9 +192,9 @@ def decode_append_kernel(
     P: tl.constexpr,
     PLAN: tl.constexpr,
 ):
-    """Program (b, h, k) takes in the new tokens of sequence b, head h, stream k.
+    """Program (b, h, k) appends the new tokens of sequence b, head h, stream k.
 
-    ``lengths_ptr`` tells how many tokens of each sequence were cached before.
+    ``lengths_ptr`` contains the number of tokens of each sequence cached before the step.
     """
     wait_for_inputs()
     b = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Launchers of the kernels of a decode step. No checks of user input, nothing that waits."""
+"""Launchers of the decode kernels. They do not validate user input and never synchronize."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ from nsa.ops.decode.select import decode_select_kernel
 from nsa.ops.selection.launch import Selection
 from nsa.rope import Rope, frequency_table
 
-# Rows of queries by heads that a program holds, and keys of one of its steps, at most; steps whose
-# keys and values are under way.
+# Maxima: rows (queries by heads) per program, keys per step, and pipeline stages.
 MOST_ROWS = 64
 STEP_KEYS = 64
 STAGES = 3
-# Numbers of a program's output that leave registers for all else.
+# Maximum number of output elements of a program, so that registers remain for everything else.
 MOST_OUTPUTS = 64 * 64
-# Scores that a warp of the selection holds, blocks of a sequence and heads of a group that it
-# serves alone, and blocks that a program ranks, at most; shares of a branch that a merge reads, and
-# keys of a share of the compressed branch, where there are so many.
+# Selection: maxima of scores per warp, of blocks per sequence and heads per group for which one
+# warp suffices, and of blocks ranked by a program. Merge: maximum number of splits of a branch, and
+# minimum number of compressed keys per split if there are many.
 MOST_SCORES = 4096
 MOST_BLOCKS, MOST_HEADS = 2048, 16
 MOST_RANKED = 256
 MOST_SHARES = 64
 SHARE_KEYS = 128
-# Compressed keys of a program at most, whatever there are of them: programs of the window, which
-# run beside, have about as many.
+# Maximum number of compressed keys per program, whatever their total; window programs, which run
+# concurrently, have about as many.
 LONG_SHARE_KEYS = 512
 # Tokens of all sequences in a small step.
 FEW_TOKENS = 2
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
-    """Return the constants that the kernels are compiled for."""
+    """Return the compile-time constants of the kernels."""
     ring = 0 if cache.k_win is None else cache.k_win.shape[0] // cache.num_sequences
     return Pattern(
         config.num_kv_heads,
@@ -143,15 +142,15 @@ def _plan_append(
 
 
 def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int) -> Splits:
-    """Programs for each branch, so that two a multiprocessor have work.
+    """Choose the number of programs per branch, so that there are two per multiprocessor.
 
     Args:
         config: the sparse pattern.
-        groups: sequences by KV heads.
-        queries: tokens of a sequence in the step.
-        most_blocks: compressed blocks that a sequence may come to have.
+        groups: sequences times KV heads.
+        queries: tokens per sequence in the step.
+        most_blocks: upper bound on the compressed blocks of a sequence.
     """
-    programs = 2 * 132  # of an H100 or H200; elsewhere near enough
+    programs = 2 * 132  # for an H100 or H200; close enough elsewhere
     wanted = max(programs // groups, 1)
     # Powers of two, so that few kernels are compiled for caches of all sizes.
     least, most = (
@@ -169,12 +168,12 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles; of heads that are wide or in fp32 small ones: those products are unrolled.
+    """Tile sizes; small for wide or fp32 heads, whose matmuls are unrolled.
 
     Attributes:
-        rows: queries by heads that a program holds, at most.
-        keys: of a step.
-        width: the larger size of a head, a power of two.
+        rows: maximum number of rows (queries by heads) per program.
+        keys: keys per step.
+        width: the larger head size, a power of two.
     """
 
     rows: int
@@ -183,7 +182,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, heads: Heads, element_size: int) -> Tiles:
-        """For these heads, in a dtype of so many bytes."""
+        """Tile sizes for these heads and this element size in bytes."""
         width = max(heads.BLOCK_D, heads.BLOCK_DV)
         rows = MOST_ROWS if element_size == 2 and width <= 128 else 16
         return cls(rows, max(min(STEP_KEYS, 16_384 // (width * element_size**2)), 16), width)
@@ -193,10 +192,10 @@ class Shares(NamedTuple):
     """Partial results of a step, which other programs merge.
 
     Attributes:
-        out: share of a branch in every row of queries by heads, fp32 ``[B * Hkv, cmp + win + slc,
+        out: partial outputs for every row (queries by heads), fp32 ``[B * Hkv, cmp + win + slc,
             queries * G, Dv]``.
-        lse: the same of its lse.
-        scores: of the compressed keys, unscaled, fp32 ``[B * Hkv, queries * G, most blocks]``.
+        lse: lse of the partial outputs, same shape without Dv.
+        scores: unscaled compressed scores, fp32 ``[B * Hkv, queries * G, max blocks]``.
     """
 
     out: Tensor
@@ -213,18 +212,18 @@ def attend(
     queries: int,
     reads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of tokens that have just been appended to the cache: three launches.
+    """Attention of tokens that have just been appended to the cache, in three launches.
 
     Args:
         q: rotated queries ``[B * queries, Hq, D]``, contiguous.
-        q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+        q_cmp: queries of the compressed branch and the block scores; None means ``q``.
         gates: ``[B * queries, Hq, 3]``, contiguous.
-        cache: the layer's part of the cache; ``lengths`` do not count the new tokens yet.
+        cache: the layer's cache; ``lengths`` do not include the new tokens yet.
         config: the sparse pattern.
-        queries: tokens of each sequence.
-        reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the keys that they
-            have loaded, with their values; those of the window and the compressed ones once a
-            step, those of selected blocks once a query. None: nothing is counted.
+        queries: tokens per sequence.
+        reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the number of keys
+            that they load with their values; window and compressed keys count once per step, keys
+            of selected blocks once per query. None: nothing is counted.
 
     Returns:
         out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``; None
@@ -263,14 +262,14 @@ def _attend(
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The launches of :func:`attend`.
+    """Launches of :func:`attend`.
 
     Attributes:
-        cache: the layer's part of the cache.
+        cache: the layer's cache.
         config: the sparse pattern.
-        queries: tokens of each sequence.
-        splits: programs for each branch.
-        reads: counters of the keys that are loaded.
+        queries: tokens per sequence.
+        splits: number of programs per branch.
+        reads: counters of loaded keys.
     """
 
     cache: CacheTensors
@@ -285,7 +284,7 @@ class DecodeStep:
         return float(self.config.head_dim**-0.5)
 
     def new_shares(self, q: Tensor) -> Shares:
-        """Memory for partial results and scores."""
+        """Allocate partial results and scores."""
         config, splits = self.config, self.splits
         groups = self.cache.num_sequences * config.num_kv_heads
         rows = self.queries * config.group_size
@@ -299,7 +298,7 @@ class DecodeStep:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Constants of all three kernels."""
+        """Constants common to all three kernels."""
         config = self.config
         pattern, sizes = (
             pattern_of(config, self.cache, self.queries),
@@ -309,12 +308,12 @@ class DecodeStep:
         return {"P": pattern, "HEADS": heads, "SPLITS": self.splits}
 
     def starts_early(self) -> bool:
-        """Whether kernels that read keys start while the one before them runs."""
+        """Whether kernels that read keys start while the previous kernel is still running."""
         is_small = self.cache.num_sequences * self.queries <= FEW_TOKENS
         return is_small and starts_early(self.cache.table)
 
     def scan(self, q: Tensor, q_cmp: Tensor, shares: Shares) -> None:
-        """Partial results of the compressed branch and of the window, and the scores."""
+        """Compute partial results of the compressed branch and the window, and the scores."""
         cache, splits = self.cache, self.splits
         if not splits.cmp + splits.win:
             return
@@ -324,7 +323,7 @@ class DecodeStep:
             tiles, pattern = Tiles.of(constants["HEADS"], q.element_size()), constants["P"]
             rows = pattern.QUERIES * pattern.G
             block_m = min(tiles.rows, max(16, next_power_of_2(rows)))
-            # Registers of a program do not hold more: outputs, and scores of a step.
+            # Register limit of a program: outputs, and scores of a step.
             block_n = tiles.keys if block_m * tiles.width <= MOST_OUTPUTS else tiles.keys // 2
             groups = cache.num_sequences * pattern.HKV
             return Launch(
@@ -357,7 +356,7 @@ class DecodeStep:
         )
 
     def select(self, gates: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
-        """The selected blocks of every query, int32 ``[T, Hkv, n]``; the other branches' sum."""
+        """Selected blocks, int32 ``[T, Hkv, n]``, and the gated sum of the other branches."""
         cache, config, lse = self.cache, self.config, shares.lse
         tokens, most_blocks = cache.num_sequences * self.queries, cache.table.shape[1]
         programs = tokens * config.num_kv_heads
@@ -366,7 +365,7 @@ class DecodeStep:
             constants, selection = self.constants(), Selection.of(config)
             heads, group = constants["HEADS"], next_power_of_2(config.group_size)
             block_k = next_power_of_2(selection.num_blocks)
-            # A warp alone sorts fastest, until it has too much to hold.
+            # A single warp sorts fastest as long as the data fits in its registers.
             is_large = most_blocks > MOST_BLOCKS or group > MOST_HEADS
             scores = MOST_SCORES * (2 if is_large else 1)
             ranked = scores // (group * (config.block_size // config.compress_stride))

@@ -1,4 +1,4 @@
-"""Pieces of the decode kernels: sizes, rows of the cache, partial results and their gated sum."""
+"""Device functions of the decode kernels: cache rows, partial results and their gated sum."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -11,23 +11,23 @@ import triton.language as tl
 
 from nsa.ops._triton.tiles import LOG2_E
 
-# Arguments that Triton must not look at: it would compile anew for some values.
+# Arguments that Triton must not specialize on: it would recompile for some values.
 CAPACITIES = ["table_width", "most_blocks", "chunks", "position_offset"]
 
 
 class Pattern(NamedTuple):
-    """Numbers of heads and sizes of the sparse pattern, as constants.
+    """Head counts and sizes of the sparse pattern, as compile-time constants.
 
     Attributes:
         HKV: KV heads.
-        G: query heads of each.
-        QUERIES: tokens of a sequence in a step.
+        G: query heads per KV head.
+        QUERIES: tokens per sequence in a step.
         L: tokens of a compression block.
-        STRIDE: tokens from one compression block to the next.
+        STRIDE: compression stride, in tokens.
         BLOCK_SIZE: tokens of a selection block, and of a page.
-        WINDOW: tokens that the window sees.
-        RING: tokens that the ring of the window holds.
-        N: blocks that a query selects.
+        WINDOW: window size, in tokens.
+        RING: tokens in the ring buffer of the window.
+        N: selected blocks per query.
     """
 
     HKV: int
@@ -42,12 +42,12 @@ class Pattern(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Programs that share the keys of a query, by branch; 0 for a disabled branch.
+    """Number of programs that share the keys of a query, by branch; 0 for a disabled branch.
 
     Attributes:
-        cmp: of the compressed keys.
-        win: of the window.
-        slc: of the selected blocks.
+        cmp: programs of the compressed branch.
+        win: programs of the window.
+        slc: programs of the selected branch.
     """
 
     cmp: int
@@ -57,30 +57,31 @@ class Splits(NamedTuple):
 
 @triton.jit
 def page_rows(table_ptr, b, table_width, row, ok, PER_PAGE: tl.constexpr):
-    """Index int64 of rows ``[N]`` of sequence b in a pool with ``PER_PAGE`` rows a page."""
+    """Pool index, int64, of rows ``[N]`` of sequence b, with ``PER_PAGE`` rows per page."""
     page = tl.load(table_ptr + b * table_width + row // PER_PAGE, mask=ok, other=0)
     return page.to(tl.int64) * PER_PAGE + row % PER_PAGE
 
 
 @triton.jit
 def compressed_rows(table_ptr, b, table_width, block, ok, P: tl.constexpr):
-    """Index of compressed blocks ``[N]``, which are in the page of their last token."""
+    """Pool index of compressed blocks ``[N]``, stored in the page of their last token."""
     row = block + P.L // P.STRIDE - 1
     return page_rows(table_ptr, b, table_width, row, ok, P.BLOCK_SIZE // P.STRIDE)
 
 
 @triton.jit
 def complete_blocks(tokens, P: tl.constexpr):
-    """Compression blocks that lie wholly in the first ``tokens`` tokens."""
+    """Number of compression blocks fully inside the first ``tokens`` tokens."""
     return tl.maximum(tokens - P.L + P.STRIDE, 0) // P.STRIDE
 
 
 @triton.jit
 def query_rows(row, b, head, cached, P: tl.constexpr):
-    """Rows ``query * G + head of the group`` ``[M]`` of a step.
+    """Decode rows ``query * G + head of the group`` ``[M]`` of a step.
 
-    Gives whether they exist, their place among queries by query heads ``[T * Hq]`` and their
-    positions.
+    Returns:
+        Whether each row exists, its index among queries by query heads ``[T * Hq]``, and its
+        position.
     """
     query = row // P.G
     ok = query < P.QUERIES
@@ -90,16 +91,16 @@ def query_rows(row, b, head, cached, P: tl.constexpr):
 
 @triton.jit
 def count_reads(reads_ptr, group, keys, BRANCH: tl.constexpr):
-    """Add keys that a program has loaded to int64 ``[B * Hkv, 3]``, if asked for."""
+    """Add the number of keys loaded by a program to int64 ``[B * Hkv, 3]``; no-op if None."""
     if reads_ptr is not None:
         tl.atomic_add(reads_ptr + group * 3 + BRANCH, keys.to(tl.int64))
 
 
 @triton.jit
 def is_last(counter_ptr, programs):
-    """Whether this program is the last of ``programs`` to arrive; the counter is 0 again then.
+    """Whether this program is the last of ``programs`` to arrive; resets the counter to 0.
 
-    What the others have written before is visible to the last.
+    Everything that the other programs wrote before is visible to the last one.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -111,7 +112,7 @@ def is_last(counter_ptr, programs):
 
 @triton.jit
 def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Write a program's share of a branch: out ``[M, BLOCK_DV]`` and lse ``[M]`` at rows ``at``."""
+    """Store a program's partial result: out ``[M, BLOCK_DV]`` and lse ``[M]`` at rows ``at``."""
     tl.store(lse_ptr + at, lse, mask=ok)
     d = tl.arange(0, BLOCK_DV)
     tl.store(out_ptr + at[:, None] * DV + d[None, :], out, mask=ok[:, None] & (d < DV)[None, :])
@@ -119,7 +120,7 @@ def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr, BLOCK_DV
 
 @triton.jit
 def load_gate(gates_ptr, place, ok, BRANCH: tl.constexpr):
-    """Gates ``[M]`` of a branch for query heads at ``place`` among all."""
+    """Gates ``[M]`` of one branch for the query heads at ``place``."""
     return tl.load(gates_ptr + place * 3 + BRANCH, mask=ok, other=0.0).to(tl.float32)
 
 
@@ -134,9 +135,9 @@ def gated_branch(
     HEADS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Output ``[M, BLOCK_DV]`` of a branch, times its gates.
+    """Output ``[M, BLOCK_DV]`` of a branch, multiplied by its gates.
 
-    It has ``NUM`` shares, the first of them ``before`` behind the group's first.
+    It merges ``NUM`` partial results, which begin ``before`` splits after the group's first one.
     """
     out_ptr, lse_ptr, first = shares
     gates_ptr, place, row, ok = rows

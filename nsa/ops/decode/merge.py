@@ -1,4 +1,4 @@
-"""Kernel of a decode step over the selected blocks, whose last programs merge all branches."""
+"""Decode kernel of the selected branch; its last programs merge all branches."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -43,7 +43,7 @@ def selected_split(
     BLOCK_N: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
-    """out and lse of a program's share of the selected blocks of one query."""
+    """Partial out and lse over a program's share of the selected blocks of one query."""
     b, head, t, table_width = where
     SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
     STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
@@ -53,7 +53,7 @@ def selected_split(
     begin = tl.program_id(1) * SHARE
     end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
     keys = 0
-    # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
+    # Page lookups run one step ahead, so that loads of keys and values can be pipelined.
     table_ptr += b * table_width
     block = tl.load(ids_ptr + begin, mask=begin < end, other=0)
     page = tl.load(table_ptr + block, mask=begin < end, other=0)
@@ -104,16 +104,16 @@ def decode_merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
-    """The gated sum of the branches ``[T, Hq, Dv]``.
+    """Write the gated sum of the branches ``[T, Hq, Dv]``.
 
-    Program (i, s, m) works on KV head and query i of all sequences, and the m-th ``BLOCK_G`` heads
-    of the group, held in ``BLOCK_M`` rows; each s takes a share of the selected blocks, and the
-    last to arrive merges them in a fixed order, and adds the other branches of ``others_ptr``.
-    Without the selected branch the others are merged here.
+    Program (i, s, m) handles KV head and query i over all sequences and the m-th ``BLOCK_G`` heads
+    of the group, padded to ``BLOCK_M`` rows. Each s computes a share of the selected blocks, and
+    the last to arrive merges them in a fixed order and adds the other branches from ``others_ptr``.
+    Without the selected branch, the partial results of the other branches are merged here.
     """
     wait_for_inputs(AT_ONCE=False)
     query = tl.program_id(0) % P.QUERIES
-    group = tl.program_id(0) // P.QUERIES  # sequence and KV head
+    group = tl.program_id(0) // P.QUERIES  # index of sequence and KV head
     b = group // P.HKV
     head = group % P.HKV
     cached = tl.load(lengths_ptr + b)

@@ -1,4 +1,4 @@
-"""Kernel of a decode step over compressed keys and the window, split over keys."""
+"""Decode kernel of the compressed branch and the window, split over keys."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -40,9 +40,9 @@ def compressed_split(
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out and lse of a program's share of the compressed keys; their scores are written.
+    """Partial out and lse over a program's share of the compressed keys; stores their scores.
 
-    ``v_ptr`` None: only the scores and lse are wanted.
+    If ``v_ptr`` is None, only scores and lse are computed.
     """
     b, head, cached, table_width, most_blocks = where
     row, ok, t = query
@@ -54,7 +54,7 @@ def compressed_split(
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
     i = begin + tl.arange(0, BLOCK_N)
-    # Looked up a step ahead, so that keys and values can be loaded some steps ahead.
+    # Page lookups run one step ahead, so that loads of keys and values can be pipelined.
     at = compressed_rows(table_ptr, b, table_width, i, i < end, P) * P.HKV + head
     for start in tl.range(begin, end, BLOCK_N):
         i = start + tl.arange(0, BLOCK_N)
@@ -98,7 +98,7 @@ def window_split(
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out and lse of a program's share of the window."""
+    """Partial out and lse over a program's share of the window."""
     b, head, cached, _, _ = where
     _, _, t = query
     first = tl.maximum(cached - P.WINDOW + 1, 0)
@@ -144,12 +144,12 @@ def decode_scan_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Shares of the compressed branch and of the window, and scores of the compressed keys.
+    """Partial results of the compressed branch and the window, and scores of compressed keys.
 
-    Program (i, s, m) works on sequence and KV head i and the m-th ``BLOCK_M`` rows of queries by
-    heads; the first ``SPLITS.cmp`` s share the compressed keys, the others the window. Shares lie
-    ``[B * Hkv, cmp + win + slc, T * G]``, those of a branch side by side; scores, unscaled,
-    ``[B * Hkv, T * G, most_blocks]``.
+    Program (i, s, m) handles sequence and KV head i and the m-th ``BLOCK_M`` rows (queries by
+    heads); the first ``SPLITS.cmp`` values of s share the compressed keys, the others the window.
+    Partial results are stored as ``[B * Hkv, cmp + win + slc, T * G]``, grouped by branch; unscaled
+    scores as ``[B * Hkv, T * G, most_blocks]``.
     """
     wait_for_inputs(AT_ONCE=False)
     b = tl.program_id(0) // P.HKV

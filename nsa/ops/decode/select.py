@@ -1,4 +1,4 @@
-"""Kernel of a decode step that selects blocks, and meanwhile merges the other branches."""
+"""Decode kernel that selects blocks and concurrently merges the other branches."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -13,9 +13,9 @@ from nsa.ops.selection.kernels import INFINITE_BITS, LAST_ID, block_scores, sort
 
 @triton.jit
 def merged_lse(lse_ptr, share, row, ok, P: tl.constexpr, NUM: tl.constexpr, BLOCK_S: tl.constexpr):
-    """lse ``[H]`` (base 2) of rows of queries by heads over all compressed keys; +inf without any.
+    """lse ``[H]`` (base 2) of rows (queries by heads) over all compressed keys; +inf without any.
 
-    ``NUM`` shares, the first of them ``share``.
+    It merges ``NUM`` partial results, beginning with ``share``.
     """
     s = tl.arange(0, BLOCK_S)[None, :]
     at = (share + s).to(tl.int64) * (P.QUERIES * P.G) + row[:, None]
@@ -30,9 +30,9 @@ def merged_lse(lse_ptr, share, row, ok, P: tl.constexpr, NUM: tl.constexpr, BLOC
 
 @triton.jit
 def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Write the best blocks ``[1, BLOCK_K]`` of a query at position t, ascending, -1 behind them.
+    """Store the best blocks ``[1, BLOCK_K]`` of a query at position t, ascending, padded with -1.
 
-    ``COUNTS`` as of ``nsa.ops.selection.scores.store_selection``.
+    ``COUNTS`` as in ``nsa.ops.selection.kernels.store_selection``.
     """
     column = tl.arange(0, BLOCK_K)[None, :]
     count = N
@@ -63,12 +63,12 @@ def select(
     BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """A program's part of the ranking, and of all of it if the others have done theirs."""
+    """Rank a program's blocks; the last program also merges the rankings of the others."""
     group, query, t = where
     num_init, num_local = forced_blocks
     R: tl.constexpr = P.BLOCK_SIZE // P.STRIDE
     chunk = tl.program_id(1)
-    # One block early: its keys score for the next block, too.
+    # Start one block early: the last keys of a block contribute to the next one.
     j0 = chunk * (BLOCK_J - 1) - 1
     jj = tl.arange(0, BLOCK_J)
     key = j0 * R + tl.arange(0, BLOCK_J * R)
@@ -132,18 +132,20 @@ def decode_select_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    """Selected blocks int32 ``[T, Hkv, N]``, ascending, -1 behind them; the other branches' sum.
+    """Selected blocks int32 ``[T, Hkv, N]``, ascending, padded with -1; sum of other branches.
 
-    Program (i, c) works on KV head and query i of all sequences, and the c-th ``BLOCK_J - 1``
-    blocks; the last of a query to arrive merges their best, int64 ``[B * Hkv * T, chunks,
-    BLOCK_K]``, score above inverted id.
+    Program (i, c) handles KV head and query i over all sequences, and the c-th ``BLOCK_J - 1``
+    blocks. The last program of a query to arrive merges the best blocks of all, int64
+    ``[B * Hkv * T, chunks, BLOCK_K]``, with the score in the high and the inverted id in the low
+    bits.
 
-    From ``c = chunks`` on, programs merge the compressed branch and the window of ``BLOCK_H`` heads
-    each, ``BLOCK_O`` shares at a time, into the gated sum fp32 ``[B * Hkv, queries * G, Dv]``.
+    Programs with ``c >= chunks`` merge the compressed branch and the window of ``BLOCK_H`` heads
+    each, ``BLOCK_O`` partial results at a time, into the gated sum fp32 ``[B * Hkv, queries * G,
+    Dv]``.
     """
     wait_for_inputs()
     query = tl.program_id(0) % P.QUERIES
-    group = tl.program_id(0) // P.QUERIES  # sequence and KV head
+    group = tl.program_id(0) // P.QUERIES  # index of sequence and KV head
     cached = tl.load(lengths_ptr + group // P.HKV)
     if tl.program_id(1) < chunks:
         select(

@@ -1,4 +1,4 @@
-"""Rows of a table by token, with a gradient whose bits are the same in every run."""
+"""Embedding lookup with a gradient that is bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nsa.ops._register import register
 
 BLOCK_ROWS = 16
 BLOCK_COLUMNS = 256
-# Occurrences of one token that one program adds up.
+# Maximum number of occurrences of one token that one program sums.
 PIECE = 64
 
 
@@ -27,8 +27,8 @@ def _forward(tokens: Tensor, weight: Tensor) -> Tensor:
 def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     """Gradient ``[num_rows, width]`` of the table from that of its rows ``[*tokens.shape, width]``.
 
-    The occurrences of a token are cut into pieces of ``PIECE``, so that several programs share a
-    frequent token: first the sum of each piece, then of each token's pieces.
+    The occurrences of a token are split into pieces of ``PIECE``, so that several programs share a
+    frequent token: the first launch sums each piece, the second the pieces of each token.
     """
     from nsa.ops._layout import cdiv
     from nsa.ops._triton.kernel import Launch
@@ -41,8 +41,7 @@ def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     begin = torch.searchsorted(ordered, rows)
     num_pieces = (begin.diff() + PIECE - 1) // PIECE
     pieces_before = functional.pad(num_pieces.cumsum(0), (1, 0))
-    # As many pieces as these shapes can need, so that the host need not wait; those that are not
-    # needed are empty.
+    # Upper bound by shapes alone, so that the host does not synchronize; surplus pieces are empty.
     most_pieces = min(num_rows, num_tokens) + num_tokens // PIECE
     piece = torch.arange(most_pieces, device=dout.device)
     owner = torch.searchsorted(pieces_before[1:], piece, right=True)
@@ -100,9 +99,9 @@ __all__ = ["embed"]
 
 
 def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """``torch.nn.functional.embedding``, with a deterministic gradient on a GPU.
+    """``torch.nn.functional.embedding`` with a deterministic gradient on a GPU.
 
-    PyTorch's own gradient there adds up in an order that changes from run to run.
+    The summation order of PyTorch's own gradient changes from run to run on a GPU.
 
     Args:
         tokens: integers in ``[0, V)``, any shape.
@@ -111,11 +110,11 @@ def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
 
     Returns:
         ``[*tokens.shape, width]``, contiguous, in the dtype of ``weight``. The gradient of the
-        table is summed in fp32, in an order that depends on the tokens alone.
+        table is summed in fp32, in an order that depends only on the tokens.
 
     Raises:
         ValueError: the table is not a matrix, or ``tokens`` are not integers.
-        IndexError: a token is not in the table; on a GPU an assertion on the device.
+        IndexError: a token is not in the table; on a GPU a device-side assertion.
     """
     name = "embed"
     check(weight.ndim == 2, name, "weight", "have shape [V, width]", tuple(weight.shape))

@@ -1,4 +1,4 @@
-"""Kernel of the gradient of an embedding table."""
+"""Kernel of the embedding gradient."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -21,9 +21,9 @@ def sum_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Row i of out: the sum of the rows ``order[start[i]:stop[i]]`` of x.
+    """Write to row i of out the sum of the rows ``order[start[i]:stop[i]]`` of x.
 
-    Without ``order`` they are the rows ``start[i]:stop[i]``. Program (i, j) works on the j-th
+    Without ``order`` it sums the rows ``start[i]:stop[i]``. Program (i, j) computes the j-th
     ``BLOCK_C`` columns of row i.
     """
     row = tl.program_id(0).to(tl.int64)

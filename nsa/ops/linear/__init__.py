@@ -1,4 +1,4 @@
-"""Linear layers of a decode step: normalisation before, SiLU and residual behind, in one launch."""
+"""Linear layers of a decode step, fused with RMSNorm before and SiLU and residual after."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nsa.ops._register import guarded
 if TYPE_CHECKING:
     from nsa.ops._triton.kernel import Launch
 
-# Rows up to which a program multiplies the weights that it holds row by row; how many of these it
-# holds, and of how many columns.
+# Row-by-row kernel: maximum number of rows here; weights (``MOST_HELD``) and columns (``COLUMNS``)
+# per program below.
 FEW_ROWS = 4
-# Rows that the kernels serve: they read the weights once for 64 of them.
+# Maximum number of rows for the kernels, which read the weights once per 64 rows.
 MOST_ROWS = 256
 MOST_HELD = 16_384
 COLUMNS = 4
@@ -27,14 +27,14 @@ COLUMNS = 4
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer without bias, and what a decoder does before and behind it.
+    """Linear layer without bias, fused with the operations around it in a decoder.
 
     Attributes:
-        weight: ``[N, K]``, contiguous; in its dtype x is multiplied. A kernel for few rows may read
-            it, and ``gate``, before the kernel right before has ended, which must not write them.
+        weight: ``[N, K]``, contiguous; x is multiplied in its dtype. A kernel for few rows may read
+            it, and ``gate``, before the previous kernel has ended, which must not write them.
         gate: a second weight ``[N, K]``: the result is ``silu(x gate) * (x weight)``.
-        eps: x is normalised as in RMSNorm, with this constant under the root; the weight of the
-            norm is part of ``weight`` and ``gate``. None: x is taken as it is.
+        eps: epsilon of an RMSNorm of x, whose weight is folded into ``weight`` and ``gate``. None
+            disables the norm.
         silu: whether SiLU is applied to the product.
     """
 
@@ -53,7 +53,7 @@ class Linear:
         dtype: torch.dtype,
         silu: bool = False,
     ) -> Linear:
-        """The layer that follows a norm, its weights in a dtype: copies with the norm's in them."""
+        """The layer after a norm, as copies of its weights in a dtype with the norm folded in."""
         factor = norm.weight.detach()
         both = [x if x is None else (x.detach() * factor).to(dtype) for x in (weight, gate)]
         assert both[0] is not None
@@ -63,19 +63,19 @@ class Linear:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, *, backend: str = "auto"
     ) -> Tensor:
-        """Apply it.
+        """Apply the layer.
 
         Args:
             x: ``[M, K]``.
-            residual: ``[M, N]``, added at the end; the result may take its memory.
-            backend: ``auto``, ``reference`` or ``triton``, which more than 256 rows do without.
+            residual: ``[M, N]``, added at the end; the result may overwrite its memory.
+            backend: ``auto``, ``reference`` or ``triton``; PyTorch runs more than 256 rows.
 
         Returns:
-            ``[M, N]`` in the dtype of ``residual``, without it in that of ``weight``. Sums are
+            ``[M, N]`` in the dtype of ``residual``, or of ``weight`` without it. Accumulation is in
             fp32, fp64 for fp64 weights.
 
         Raises:
-            ValueError: x does not fit the weight.
+            ValueError: x does not match the weight.
         """
         width = self.weight.shape[1]
         fits = x.ndim == 2 and x.shape[1] == width
@@ -126,7 +126,7 @@ def _launch(
 def _plan(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float | None, silu: bool
 ) -> tuple[bool, Launch]:
-    """Whether the kernel for few rows runs, and its launch or that of the other kernel."""
+    """Whether the kernel for few rows runs, and the launch of the chosen kernel."""
     from nsa.ops._layout import cdiv, next_power_of_2
     from nsa.ops._triton.kernel import Launch, starts_early
     from nsa.ops.linear.kernels import linear_kernel, linear_rows_kernel
@@ -148,7 +148,7 @@ def _plan(
         )
     is_small, is_gated = weight.element_size() == 2, gate is not None
     block_m = min(max(16, next_power_of_2(rows)), 64 if is_small else 16)
-    block_n = 16  # many programs with little to wait for, rather than programs that share K
+    block_n = 16  # many small programs rather than a split over K
     return False, Launch(
         linear_kernel,
         (cdiv(columns, block_n), cdiv(rows, block_m)),

@@ -1,4 +1,4 @@
-"""Kernels of a linear layer for few tokens, with what stands before and behind it in a decoder."""
+"""Kernels of a linear layer for few tokens, fused with the operations around it in a decoder."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
 
@@ -12,7 +12,7 @@ from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 
 @triton.jit
 def activated(y, of_gate, SILU: tl.constexpr, IS_GATED: tl.constexpr):
-    """The product y with its gate, or with SiLU."""
+    """Apply the gate or SiLU to the product y."""
     if IS_GATED:
         y *= of_gate * tl.sigmoid(of_gate)
     elif SILU:
@@ -22,7 +22,7 @@ def activated(y, of_gate, SILU: tl.constexpr, IS_GATED: tl.constexpr):
 
 @triton.jit
 def store_sum(out_ptr, residual_ptr, at, y, mask):
-    """Write y, with the residual."""
+    """Store y, plus the residual if there is one."""
     if residual_ptr is not None:
         y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -44,10 +44,10 @@ def linear_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Variant of :func:`linear_kernel` for so few rows that only reading the weights takes time.
+    """Variant of :func:`linear_kernel` for very few rows, bound by reading the weights.
 
-    Program i loads ``BLOCK_N`` rows of the weight at once, before the kernel in front has ended: no
-    kernel writes weights.
+    Program i loads ``BLOCK_N`` rows of the weight at once, before the previous kernel has ended:
+    no kernel writes weights.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -91,12 +91,12 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out ``[M, N]`` of x ``[M, K]`` and a weight ``[N, K]``, all contiguous.
+    """out ``[M, N]`` from x ``[M, K]`` and a weight ``[N, K]``, all contiguous.
 
     Program (i, j) computes the i-th ``BLOCK_N`` columns of the j-th ``BLOCK_M`` rows. With
     ``NORMALISE`` the product is divided by the root mean square of its row of x. ``SILU`` is
-    applied to the product; with ``gate_ptr``, a second weight, to that one's, which is multiplied
-    by the first. ``residual_ptr`` is added at the end.
+    applied to the product or, with ``gate_ptr`` (a second weight), to the product with the gate,
+    which is then multiplied by the first. ``residual_ptr`` is added at the end.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -104,7 +104,7 @@ def linear_kernel(
     row = m.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     of_gate = acc
-    # Added up at the end: a sum in each step would hold up the products.
+    # Reduced after the loop: a reduction in each step would stall the matmuls.
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for k0 in tl.range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
@@ -112,9 +112,9 @@ def linear_kernel(
         x_mask = (m < num_rows)[:, None] & (k < K)[None, :]
         x = tl.load(x_at, mask=x_mask, other=0.0)  # [BLOCK_M, BLOCK_K]
         if NORMALISE:
-            # A load of its own, which the policy keeps apart: Hopper's product reads x from shared
-            # memory asynchronously, and where x is read into registers too, Triton reserves one
-            # buffer too few and a later copy overwrites x under the product.
+            # A separate load, which the eviction policy prevents from being merged: Hopper's wgmma
+            # reads x from shared memory asynchronously. If x is also read into registers, Triton
+            # allocates one buffer too few, and a later copy overwrites x during the matmul.
             wide = tl.load(x_at, mask=x_mask, other=0.0, eviction_policy="evict_last")
             wide = wide.to(tl.float32)
             squares += wide * wide

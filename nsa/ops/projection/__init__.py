@@ -1,4 +1,4 @@
-"""The projection of a layer's input to queries, keys, values and gates, with rotation."""
+"""Projection of a layer's input to queries, keys, values and gates, including rotation."""
 
 from __future__ import annotations
 
@@ -49,28 +49,27 @@ def project(
 ) -> list[Tensor]:
     """Project, split into heads and rotate.
 
-    The kernels do so in one product and one pass over its bytes, forward and backward.
+    With kernels this takes one matmul and one pass over its output, forward and backward.
 
     Args:
         x: the layer's input ``[T, width]``.
         weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU
-            they are multiplied by as one, without a copy if :func:`lay_together` has put them
-            together.
-        bias: of the gates' logits; None without gates.
-        columns: what the products are.
-        sequences: where the tokens' sequences lie.
+            all weights run as one matmul, without a copy if :func:`lay_together` has packed them.
+        bias: bias of the gate logits; None without gates.
+        columns: the column layout of the products.
+        sequences: the sequence layout of the tokens.
         rope: the rotation.
-        before: tokens of each sequence before these, int32 ``[B]``; None: there are none.
+        before: number of earlier tokens of each sequence, int32 ``[B]``; None means 0.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        For each part ``[T, number, size]`` (two for one that is wanted both ways, unrotated first),
-        contiguous with ``triton``, in the dtype of ``x`` or that of autocast; then gates ``[T, Hq,
+        For each part ``[T, number, size]`` (two tensors if ``rotated`` is ``both``, unrotated
+        first), contiguous with ``triton``, in the dtype of ``x`` or autocast; then gates ``[T, Hq,
         3]``, order (cmp, slc, win), fp32 (fp64 for fp64 ``x``), if there are any. Angles and
-        rotation as of :func:`nsa.apply_rope`.
+        rotation follow :func:`nsa.apply_rope`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     name = "project"
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
@@ -105,15 +104,15 @@ def split(
     before: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """Heads and gates of a product that has been computed; no gradient is recorded.
+    """Split an existing product into heads and gates; no gradient is recorded.
 
     Args:
-        product: ``[T, N]`` with all weights as one, see :func:`stacked`.
-        bias: as in :func:`project`, and so the others.
-        columns: what the products are.
-        sequences: where the tokens' sequences lie.
+        product: ``[T, N]`` with all weights packed, see :func:`stacked`.
+        bias: bias of the gate logits; None without gates.
+        columns: the column layout of the product.
+        sequences: the sequence layout of the tokens.
         rope: the rotation.
-        before: tokens of each sequence before these.
+        before: number of earlier tokens of each sequence.
         backend: ``auto``, ``reference`` or ``triton``.
     """
     if choose_backend("split", backend, product, "product") == "reference":

@@ -1,7 +1,7 @@
-"""Kernel that splits a projection into heads, rotated on the way, and gates; or merges gradients.
+"""Kernel that splits a projection into rotated heads and gates, or merges their gradients.
 
-Every function works on the tokens ``row`` ``[R]`` of its program; those with ``ok`` exist.
-``x_row`` ``[R, 1]`` points to their rows of the product x ``[T, columns]``.
+All functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. ``x_row``
+``[R, 1]`` points to their rows of the product x ``[T, columns]``.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -24,16 +24,16 @@ ALIGNED = tl.constexpr(ALIGNMENT)
 
 
 class Part(NamedTuple):
-    """Neighbouring heads of a projection, which move between x and a tensor ``[T, heads, size]``.
+    """Adjacent heads of a projection, copied between x and a tensor ``[T, heads, size]``.
 
     Attributes:
         start: first column.
         heads: number of heads.
-        size: columns of each.
-        rotary: how many of these are rotated.
-        block: a power of two that holds the others.
-        tensor: number of the tensor.
-        plain: number of a tensor that is added on the way to x without rotation, or -1.
+        size: columns of each head.
+        rotary: number of rotated columns of a head.
+        block: unrotated columns of a head, padded to a power of two.
+        tensor: index of the tensor.
+        plain: index of a tensor that is added without rotation in the backward, or -1.
     """
 
     start: int
@@ -47,13 +47,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Constants):
-    """The columns for which the kernel is compiled.
+    """Column layout, as compile-time constants.
 
     Attributes:
-        parts: the parts that move.
+        parts: parts that are copied.
         used: columns of all parts and gates.
-        padding: columns after them.
-        half: frequencies.
+        padding: padding columns after the used ones.
+        half: number of frequencies.
     """
 
     parts: tuple[Part, ...]
@@ -64,12 +64,12 @@ class Plan(Constants):
 
 @triton.jit
 def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
-    """Positions of the tokens: as the sequences lie, behind those that came before."""
+    """Positions of the tokens in their sequences, offset by the earlier tokens."""
     if cu_ptr is None:
         sequence = row // tl.maximum(len_x, 1)
         position = (row % tl.maximum(len_x, 1)).to(tl.int32)
     else:
-        # The last sequence that begins at the row or before it, bit by bit.
+        # Binary search for the last sequence that begins at or before the row.
         sequence = tl.zeros(row.shape, tl.int32)
         start = sequence
         for step in tl.range(0, search_steps):
@@ -97,7 +97,7 @@ def move_heads(
     BLOCK_HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """This program's heads of one part: from x to a tensor of heads, or back."""
+    """Copy this program's heads of one part from x to a tensor of heads, or back."""
     HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
     SIZE: tl.constexpr = PLAN.parts[NUMBER].size
     ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
@@ -109,7 +109,7 @@ def move_heads(
     target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
     if BACKWARD:
         source, target = target, source
-    # The parts do not all begin with the same program.
+    # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
     first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
     for head in tl.range(first_head % programs, HEADS, programs):
@@ -130,7 +130,7 @@ def move_heads(
 
 @triton.jit
 def put(target, plain, at, x, mask):
-    """Store x, with what is at ``plain`` added."""
+    """Store x, plus the values at ``plain`` if given."""
     if plain is not None:
         x += load_fp32(plain + at, mask)
     tl.store(target + at, x, mask=mask)
@@ -138,7 +138,7 @@ def put(target, plain, at, x, mask):
 
 @triton.jit
 def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, GATES: tl.constexpr):
-    """Logits ``[R, BLOCK_H]`` of the gates of one of the branches that are on."""
+    """Gate logits ``[R, BLOCK_H]`` of one enabled branch."""
     column = head * len(GATES.branches) + BRANCH
     bias = load_fp32(bias_ptr + column, head < GATES.heads)
     return load_fp32(x_row + column, mask) + bias
@@ -146,7 +146,7 @@ def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, GATES: tl.cons
 
 @triton.jit
 def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``."""
+    """Compute gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``."""
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
     at = gates_ptr + (row[:, None] * GATES.heads + head) * 3
@@ -169,9 +169,9 @@ def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H
 def close_gates(
     x_row, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """Gradients of the logits, which begin at ``x_row``, from those of the gates.
+    """Compute gradients of the logits, which begin at ``x_row``, from those of the gates.
 
-    Their sums over the rows go to ``sum_ptr``, where it is not None.
+    Their sums over the rows are stored at ``sum_ptr`` unless it is None.
     """
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
@@ -191,8 +191,9 @@ def close_gates(
         column = head * len(GATES.branches) + branch
         tl.store(x_row + column, dlogit, mask=mask)
         if sum_ptr is not None:
-            # The product must not be fused with the first sum of two lanes: each lane would round
-            # the other's alone, and those that write the same sum would differ in its last bit.
+            # Do not fuse the multiplication with the first addition between two lanes: each lane
+            # would round only the other's product, and lanes that write the same sum would differ
+            # in the last bit.
             total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
             tl.store(sum_ptr + column, total, mask=head < GATES.heads)
 
@@ -223,10 +224,10 @@ def heads_kernel(
 ):
     """Convert x ``[T, columns]`` to tensors of heads and gates, or back.
 
-    Program (i, j) works on the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
-    also on the gates, and in the backward it writes 0 to the padding columns after the used ones.
-    ``GATES`` are the last used columns, or None. In the backward ``bias_ptr`` takes the gradient of
-    the bias, summed over the tokens of each i: fp32 ``[programs, GATES.columns]``, or is None.
+    Program (i, j) handles the i-th ``BLOCK_R`` tokens and every num_programs-th head; the last j
+    also handles the gates and, in the backward, zeroes the padding columns. ``GATES`` are the last
+    used columns, or None. In the backward ``bias_ptr`` receives the gradient of the bias, summed
+    over the tokens of each i: fp32 ``[programs, GATES.columns]``, or is None.
     """
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

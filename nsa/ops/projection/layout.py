@@ -1,4 +1,4 @@
-"""The columns of a layer's projection, and weights that are neighbours in memory."""
+"""Column layout of a layer's projection, and packing of its weights in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nsa.errors import fail
 from nsa.ops._plan import Constants
 
-# Rows of weights are padded to a multiple of this: only of strides that are multiples of 16 does
-# Triton know that rows begin where 16 bytes can be read at once.
+# Rows of the packed weights are padded to a multiple of this: Triton specializes only on strides
+# that are multiples of 16, which allow 16-byte loads.
 ALIGNMENT = 16
 
 Rotated = Literal["no", "yes", "both"]
@@ -26,12 +26,12 @@ Rotated = Literal["no", "yes", "both"]
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads in neighbouring columns of a projection.
+    """Heads in adjacent columns of a projection.
 
     Attributes:
-        number: of heads.
-        size: columns of each.
-        rotated: whether they are rotated by their token's position; ``both`` gives them unrotated
+        number: number of heads.
+        size: columns of each head.
+        rotated: whether they are rotated by the token's position; ``both`` returns them unrotated
             and rotated.
     """
 
@@ -51,9 +51,9 @@ class Gates(Constants):
 
     Attributes:
         heads: query heads.
-        branches: which of the three (0 cmp, 1 slc, 2 win) are on; a head has one column for each.
+        branches: enabled branches (0 cmp, 1 slc, 2 win); a head has one column for each.
         activation: ``sigmoid``, or ``softmax`` over the branches.
-        temperature: what the logits of ``softmax`` are divided by.
+        temperature: divisor of the ``softmax`` logits.
     """
 
     heads: int
@@ -68,23 +68,23 @@ class Gates(Constants):
 
     @property
     def off(self) -> tuple[int, ...]:
-        """The branches that are off."""
+        """The disabled branches."""
         return tuple({0, 1, 2} - {*self.branches})
 
     @property
     def sharpness(self) -> float:
-        """Factor on the logits of ``softmax``; 0 for ``sigmoid``."""
+        """Factor on the ``softmax`` logits; 0 for ``sigmoid``."""
         return 0.0 if self.activation == "sigmoid" else 1.0 / self.temperature
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a projection, in order.
+    """Column layout of a projection, in order.
 
     Attributes:
         parts: heads, one part for each weight.
-        gates: the gates after them, with the last weight; None without.
-        text: both as JSON, the form in which a registered operator takes them.
+        gates: the gates after them, with the last weight; None without gates.
+        text: both as JSON, which registered operators accept as an argument.
     """
 
     parts: tuple[Heads, ...]
@@ -97,7 +97,7 @@ class Columns:
     @classmethod
     @cache
     def from_text(cls, text: str) -> Columns:
-        """The columns whose :attr:`text` this is."""
+        """Parse :attr:`text`."""
         values = json.loads(text)
         gates = values["gates"]
         if gates is not None:
@@ -106,40 +106,40 @@ class Columns:
 
     @property
     def sizes(self) -> list[int]:
-        """Columns of each weight."""
+        """Number of columns of each weight."""
         return [x.columns for x in (*self.parts, self.gates) if x is not None]
 
     def outputs(self) -> Iterator[tuple[int, Heads, bool]]:
-        """First column, heads, and whether they are rotated, of each tensor of heads."""
+        """Yield first column, heads and whether they are rotated, for each output tensor."""
         wanted = {"no": (False,), "yes": (True,), "both": (False, True)}
         for start, part in zip(accumulate(self.sizes, initial=0), self.parts, strict=False):
             yield from ((start, part, rotated) for rotated in wanted[part.rotated])
 
 
 def padded(rows: int) -> int:
-    """Rows with padding."""
+    """Number of rows including padding."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Weights that are neighbours in memory, and rows of zeros behind them."""
+    """Packed weights that are adjacent in memory, followed by rows of zeros."""
 
     whole: Tensor
     num_weights: int
 
 
-# By the storage of the first of their weights, which keeps them.
+# Keyed by the storage of the first weight.
 _blocks = WeakKeyDictionary[torch.UntypedStorage, _Block]()
 
 
 @torch.no_grad()
 def lay_together(weights: Sequence[Tensor]) -> None:
-    """Move weights ``[N, width]`` into one block of memory, so that one product can take them all.
+    """Pack weights ``[N, width]`` into one block of memory, so that one matmul can use them all.
 
-    They stay parameters of their own, each in a storage of its own, which holds nothing else. Rows
-    of zeros pad the block. Nothing is moved if they lie so already, if dtypes or devices differ, if
-    a weight is no plain parameter (the shards of FSDP2), or if processes share its memory.
+    They remain separate parameters, each with its own storage that contains nothing else. Rows of
+    zeros pad the block. Nothing is moved if they are packed already, if dtypes or devices differ,
+    if a weight is not a plain parameter (FSDP2 shards), or if processes share its memory.
     """
     first = weights[0]
     kinds = {(type(w), w.dtype, w.device) for w in weights}
@@ -147,7 +147,7 @@ def lay_together(weights: Sequence[Tensor]) -> None:
         return
     if _block(weights) is not None:
         return
-    _blocks.pop(first.untyped_storage(), None)  # share_memory_() gives a storage other memory
+    _blocks.pop(first.untyped_storage(), None)  # share_memory_() changes a storage's memory
     if first.device.type == "cpu" and first.is_shared():
         return
     block, begin = _copied(weights, first.dtype), 0
@@ -161,7 +161,7 @@ def lay_together(weights: Sequence[Tensor]) -> None:
 
 
 def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
-    """Where plain weights lie; None for others, such as the shards of FSDP2."""
+    """Memory locations of plain weights; None for others, such as FSDP2 shards."""
     return [
         (w.device, w.dtype, w.data_ptr()) if type(w) is nn.Parameter and not w.is_meta else None
         for w in weights
@@ -171,19 +171,19 @@ def _places(weights: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
 def plain_weight(
     function: str, name: str, linear: nn.Module, *, has_bias: bool | None = False
 ) -> Tensor:
-    """The weight of a projection, which a layer reads without calling the module.
+    """Return the weight of a projection, which a layer reads without calling the module.
 
     Args:
-        function: whom messages name.
-        name: of the projection.
+        function: function name for error messages.
+        name: name of the projection.
         linear: the projection; its weight may be parametrized.
-        has_bias: whether it must have a bias; None: it may.
+        has_bias: whether it must have a bias; None allows both.
 
     Raises:
-        ValueError: calling the module would give something else than a product with its weight, as
-            with LoRA, pruning, quantization, hooks, or another bias.
+        ValueError: calling the module would not equal a matmul with its weight, as with LoRA,
+            pruning, quantization, hooks, or an unexpected or missing bias.
     """
-    own = linear.__dict__.get("forward")  # accelerate leaves the class's there when a hook goes
+    own = linear.__dict__.get("forward")  # accelerate leaves this attribute when it removes a hook
     is_plain = type(linear).forward is nn.Linear.forward
     is_plain = is_plain and (own is None or own == MethodType(nn.Linear.forward, linear))
     is_parameter = "weight" in linear._parameters or "parametrizations" in linear._modules
@@ -210,24 +210,24 @@ def _after_loading(module: nn.Module, _: object) -> None:
 
 
 class TogetherModule(nn.Module):
-    """A module with a projection whose weights stay neighbours in memory.
+    """Base class of modules whose projection weights stay packed in memory.
 
-    They do so also after the module was moved, converted, copied or loaded.
+    They stay packed after the module is moved, converted, copied or loaded.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: list[tuple[Any, ...] | None] | None = None  # where weights lay before loading
+        self._before: list[tuple[Any, ...] | None] | None = None  # weight locations before loading
         self.register_load_state_dict_post_hook(_after_loading)
 
     def projection_weights(self) -> list[Tensor]:
-        """The weights, in the order of the projection's columns."""
+        """Return the weights, in the order of the projection's columns."""
         raise NotImplementedError
 
     def lay_together(self) -> None:
-        """Call it at the end of the constructor, and after parameters were replaced by others.
+        """Pack the weights; call it at the end of the constructor and after replacing parameters.
 
-        Moving, converting, copying and ``load_state_dict`` call it.
+        Moving, converting, copying and ``load_state_dict`` call it automatically.
         """
         lay_together(self.projection_weights())
 
@@ -242,7 +242,7 @@ class TogetherModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def _lay_together_again(self) -> None:
-        """If weights lie elsewhere now: others may hold the memory as it was."""
+        """Repack the weights, but only if they moved: others may hold the current memory."""
         if self._before != _places(self.projection_weights()):
             self.lay_together()
         self._before = None
@@ -250,23 +250,23 @@ class TogetherModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         weights = self.projection_weights()
-        # A shallow copy has the weights of the original: it may not move them out of other memory.
+        # A shallow copy shares weights with the original and must not move them.
         if all(w.is_meta or w.untyped_storage().nbytes() == w.nbytes for w in weights):
             self.lay_together()
 
 
 @torch.no_grad()
 def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All weights as one, ``[N, width]`` with padding, in ``dtype``.
+    """All weights as one matrix ``[N, width]``, including padding, in ``dtype``.
 
-    Nothing is copied if they are neighbours in memory and have this dtype.
+    No copy if they are packed and have this dtype.
     """
     block = _block(weights)
     return _copied(weights, dtype) if block is None else block.to(dtype)
 
 
 def _block(weights: Sequence[Tensor]) -> Tensor | None:
-    """The block of memory in which weights are neighbours; None where they are not."""
+    """The memory block of packed weights; None if they are not packed."""
     block = _blocks.get(weights[0].untyped_storage())
     if block is None or block.num_weights != len(weights):
         return None

@@ -1,6 +1,6 @@
 """``nsa::project``: launcher of its kernel, and its registration with PyTorch.
 
-Triton is loaded when an operator first runs.
+Triton is imported at the first launch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nsa.rope import Rope, frequency_table
 if TYPE_CHECKING:
     from nsa.ops._triton.kernel import Launch
 
-# Tokens of a program, and the programs that share the heads of the same tokens: more where there
-# are so few that each waits for memory, and still more in a decode step.
+# Tokens per program, and programs that share the heads of the same tokens: more of them for short
+# inputs, where programs are too few to hide memory latency, and even more in a decode step.
 BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
 SOME_TOKENS, SOME_HEAD_PROGRAMS = 16_384, 8
 FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
@@ -29,12 +29,12 @@ class Tokens(NamedTuple):
     """The last arguments of the operators.
 
     Attributes:
-        before: tokens of each sequence before these, int32 ``[B]``; None: none.
-        cu: int32 ``[B + 1]`` offsets of the sequences; None when all have the same length.
+        before: number of earlier tokens of each sequence, int32 ``[B]``; None means 0.
+        cu: int32 ``[B + 1]`` offsets of the sequences; None if all have equal length.
         num_sequences: B.
-        length: tokens of each sequence when ``cu`` is None.
-        columns: of :attr:`Columns.text`.
-        rope: of :attr:`Rope.text`.
+        length: tokens of each sequence if ``cu`` is None.
+        columns: :attr:`Columns.text`.
+        rope: :attr:`Rope.text`.
     """
 
     before: Tensor | None
@@ -55,9 +55,9 @@ def _launch(
     *,
     backward: bool,
 ) -> None:
-    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or back.
+    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or merge them.
 
-    ``bias`` is that of the gates; on the way back memory for the sums of :func:`_sums`, if any.
+    ``bias`` is the gate bias; in the backward, the buffer of :func:`_sums`, if any.
     """
     if not x.shape[0]:
         return
@@ -91,7 +91,7 @@ def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
     columns, rope = Columns.from_text(tokens.columns), Rope.from_text(tokens.rope)
     parts = list[Part]()
     for tensor, (start, part, rotated) in enumerate(columns.outputs()):
-        # On the way back one visit to the columns adds both gradients.
+        # In the backward one pass over the columns adds both gradients.
         both = backward and part.rotated == "both"
         if rotated or not both:
             rotary = rope.dim * rotated
@@ -111,7 +111,7 @@ def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
         BLOCK_R=block_rows,
         BLOCK_HALF=block_half,
         BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
-        # A step launches little else; in training other streams join in.
+        # A decode step launches little else; in training other streams are involved.
         launch_pdl=tokens.before is not None and is_few and starts_early(x),
         # Cosines and sines of all tokens stay in registers.
         num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
@@ -119,14 +119,14 @@ def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
 
 
 def _programs(num_tokens: int) -> tuple[int, int]:
-    """Tokens of a program, and programs for the heads of the same tokens."""
+    """Tokens per program, and programs that share the heads of the same tokens."""
     if num_tokens <= FEW_TOKENS:
         return FEW_ROWS, FEW_HEAD_PROGRAMS
     return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS
 
 
 def _sums(num_tokens: int, bias: Tensor) -> Tensor:
-    """Memory for the gradient of the bias over the tokens of each program: fp32 ``[n, N]``."""
+    """Allocate the gradient of the bias summed over each program's tokens, fp32 ``[n, N]``."""
     block_rows, _ = _programs(num_tokens)
     return bias.new_empty(-(-num_tokens // block_rows), bias.shape[0], dtype=torch.float32)
 
@@ -136,19 +136,19 @@ def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) 
 
 
 def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Heads and gates of a product with all weights as one."""
+    """Heads and gates of the product with the packed weights."""
     found, tokens = _results(product, [], bias, *rest), Tokens(*rest)
     heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
     _launch(product, heads, gates, None, bias, tokens, backward=False)
     return found
 
 
-# For use outside of an operator, as in a decode step.
+# For use outside of a registered operator, as in a decode step.
 split_op = guarded(planned(split_product))
 
 
 def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Memory for the heads, and for the gates if there are any."""
+    """Allocate the heads, and the gates if there are any."""
     columns = Columns.from_text(Tokens(*rest).columns)
     found = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     if columns.gates is not None:
@@ -165,9 +165,9 @@ def _backward(
     needs: list[bool],
     *rest: Any,
 ) -> list[Tensor]:
-    """Gradients of x, of all weights as one, and of the bias.
+    """Gradients of x, of the packed weights and of the bias.
 
-    Those that are not needed are empty.
+    Gradients that are not needed are empty.
     """
     tokens = Tokens(*rest)
     used = sum(Columns.from_text(tokens.columns).sizes)

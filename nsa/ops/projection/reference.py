@@ -1,4 +1,4 @@
-"""Heads and gates of a projection: the specification."""
+"""Projection to heads and gates: the specification."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def split_reference(
     columns: Columns,
     rope: Rope,
 ) -> list[Tensor]:
-    """Heads and gates of the products ``[T, columns]`` with each weight."""
+    """Heads and gates from the products ``[T, columns]`` with each weight."""
     found = []
-    # the product with the weight of the gates comes last
+    # The product with the gate weight comes last.
     for part, product in zip(columns.parts, products, strict=False):
         heads = product.unflatten(-1, (part.number, part.size))
         found += [] if part.rotated == "yes" else [heads]
@@ -46,7 +46,7 @@ def split_reference(
 
 
 def activate(logits: Tensor, gates: Gates) -> Tensor:
-    """Gates ``[T, Hq, 3]`` from logits ``[T, Hq * branches]``; 0 for a branch that is off.
+    """Gates ``[T, Hq, 3]`` from logits ``[T, Hq * branches]``; 0 for a disabled branch.
 
     They are fp32, or fp64 for fp64 logits.
     """

@@ -1,4 +1,4 @@
-"""The window and the compressed branch: attention in which every query sees one range of keys."""
+"""Range attention (window and compressed branch): every query sees one range of keys."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def window_attention(
         q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
         k: rotated keys ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
         v: values ``[S, Hkv, Dv]`` or ``[B, S, Hkv, Dv]``.
-        config: the sparse pattern; of it ``window_size`` and the head counts and sizes are used.
+        config: the sparse pattern; only ``window_size`` and the head counts and sizes are used.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; for None see
+        max_seqlen_q: upper bound on the query lengths; for None see
             :func:`nsa.native_sparse_attention`.
-        max_seqlen_k: the same in key tokens.
+        max_seqlen_k: upper bound on the key lengths, in tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -56,7 +56,7 @@ def window_attention(
         without gradient).
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     name = "window_attention"
     backend = choose_backend(name, backend, q)
@@ -72,7 +72,7 @@ def window_attention(
 
 @in_stage(WINDOW)
 def run_window_attention(inputs: RangeInputs, call: Call, backend: str) -> RangeResults:
-    """See :func:`window_attention`; inputs are packed and checked, the backend is chosen."""
+    """See :func:`window_attention`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
         return window_attention_op(inputs, call)
     with torch.autocast(inputs.q.device.type, enabled=False):
@@ -95,22 +95,22 @@ def compressed_attention(
     softmax_scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor]:
-    """Attention over the compressed blocks wholly in the past (Eqs. 5 and 7, arXiv:2502.11089).
+    """Attention over the compressed blocks fully in the past (Eqs. 5 and 7, arXiv:2502.11089).
 
-    A query at position t sees block i when ``i * d + l - 1 <= t``.
+    A query at position t sees block i if ``i * d + l - 1 <= t``.
 
     Args:
         q: queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
-        k_cmp: compressed, rotated keys ``[C, Hkv, D]`` as :func:`nsa.compress` packs them: C is ``S
-            // d``.
-        v_cmp: compressed values ``[C, Hkv, Dv]``, or None when only lse is wanted.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]`` in the layout of :func:`nsa.compress`, with
+            C = ``S // d``.
+        v_cmp: compressed values ``[C, Hkv, Dv]``, or None to compute only lse.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens (not of the blocks); None means
             those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; for None see
+        max_seqlen_q: upper bound on the query lengths; for None see
             :func:`nsa.native_sparse_attention`.
-        max_seqlen_k: the same in key tokens.
+        max_seqlen_k: upper bound on the key lengths, in tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -120,7 +120,7 @@ def compressed_attention(
         output 0 and lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     name = "compressed_attention"
     backend = choose_backend(name, backend, q)
@@ -143,9 +143,9 @@ def compressed_attention(
 def run_compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, call: Call, backend: str
 ) -> tuple[Tensor | None, Tensor]:
-    """See :func:`compressed_attention`; inputs are packed and checked, the backend is chosen."""
+    """See :func:`compressed_attention`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
-        # For lse alone the keys stand in for the values: the branch is off then, and speed matters
+        # For lse alone the keys serve as values: the branch is disabled then, and speed matters
         # little.
         inputs = RangeInputs(q, k_cmp, k_cmp if v_cmp is None else v_cmp)
         out, lse = compressed_attention_op(inputs, call)

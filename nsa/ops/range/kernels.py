@@ -1,8 +1,8 @@
-"""Attention in which every query sees one range of keys: the window and the compressed branch.
+"""Range attention (window and compressed branch): every query sees one range of keys.
 
 A query at position t sees the keys ``[low(t), high(t))`` of its sequence. ``WINDOW``: tokens
 ``[max(0, t - w + 1), t + 1)``; otherwise the compressed blocks ``[0, num_cmp(t))``. All heads of a
-group are rows of one tile and share the loads, see ``QueryTile``; a tile may end between the heads
+group are rows of one tile and share its loads, see ``QueryTile``; a tile may end between the heads
 of a query. Keys at the edges of a tile's range are masked, those in the middle are not.
 """
 
@@ -39,7 +39,7 @@ from nsa.ops._triton.tiles import (
 
 
 def name_of(kernel: str) -> Callable[[Any], str]:
-    """Name a compiled kernel with its branch at the end, so that a profile tells them apart."""
+    """Name a compiled kernel with its branch as a suffix, to tell them apart in a profile."""
     return lambda given: f"{kernel}_{'window' if given.constants['WINDOW'] else 'compressed'}"
 
 
@@ -64,9 +64,9 @@ def high(t, size, stride, WINDOW: tl.constexpr):
 
 @triton.jit
 def visible(end, key, size, WINDOW: tl.constexpr):
-    """Whether a query that sees keys up to ``end``, see ``high``, sees a key; both broadcast."""
+    """Whether a query with ``end = high(t)`` sees a key; ``end`` and ``key`` are broadcast."""
     if WINDOW:
-        # One comparison: keys from end on give very large numbers.
+        # One unsigned comparison: keys at or after end wrap around to very large numbers.
         return (end - 1 - key).to(tl.uint32, bitcast=True) < size
     else:
         return key < end
@@ -74,10 +74,10 @@ def visible(end, key, size, WINDOW: tl.constexpr):
 
 @triton.jit
 def key_steps(t_first, t_last, num_keys, size, stride, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Bounds of the loop over the keys of a tile of queries: start, middle, tail, last, end.
+    """Bounds of the key loop for a query tile: start, middle, tail, last, end.
 
-    Blocks from start to middle and from tail to last need a mask, those between do not; one from
-    last to end reaches past the sequence.
+    Steps from start to middle and from tail to last need a mask, those in between do not; a step
+    from last to end reaches past the sequence.
     """
     end = high(t_last, size, stride, WINDOW)
     last = tl.minimum(end, num_keys // BLOCK_N * BLOCK_N)
@@ -113,10 +113,10 @@ def range_fwd_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """out ``[T, Hq, Dv]`` and lse ``[Hq, T]``.
+    """Write out ``[T, Hq, Dv]`` and lse ``[Hq, T]``.
 
-    Program (i, h) owns the i-th tile of rows from the end, queries by query heads of KV head h, and
-    loops over the keys that one of its queries sees.
+    Program (i, h) computes the i-th tile of rows from the end, queries by query heads of KV head h,
+    in a loop over the keys visible to any of its queries.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -126,7 +126,7 @@ def range_fwd_kernel(
     BLOCK_N: tl.constexpr = TILE.keys
     TMA: tl.constexpr = TILE.tma
     head_kv = tl.program_id(1)
-    # The last tiles see the most keys: they start first.
+    # The last tiles see the most keys, so they start first.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_M, HEADS.G)
     if sequence < num_sequences:
@@ -143,8 +143,8 @@ def range_fwd_kernel(
         start, middle, tail, last, end = key_steps(
             rows.t_first, rows.t_last, num_keys, size, stride, BLOCK_N, WINDOW
         )
-        # The step that reaches past the sequence, one at most, is a loop too: as a branch it would
-        # cost hundreds of bytes of stack where heads are large.
+        # The step past the sequence, at most one, is a loop as well: for large heads a branch
+        # would cost hundreds of bytes of stack.
         bounds = (start, last, end)
         for past_end in tl.static_range(2):
             for n in tl.range(
@@ -153,10 +153,10 @@ def range_fwd_kernel(
                 BLOCK_N,
                 num_stages=1 if past_end else TILE.stages,
             ):
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 masked = True if past_end else (n < middle) | (n >= tail)
                 if masked:
                     key = n + tl.arange(0, BLOCK_N)[None, :]
@@ -164,6 +164,7 @@ def range_fwd_kernel(
                     s = tl.where(seen, s, -float("inf"))
                 row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
 
+        # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
         store_rows(out_ptr, rows.token * HEADS.HQ + rows.head, rows.ok, DV, out, DV, BLOCK_DV)
         lse_of_head = lse_ptr + rows.head.to(tl.int64) * num_rows
@@ -201,10 +202,10 @@ def range_dq_kernel(
     WINDOW: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dQ ``[T, Hq, D]``, added to what is there if ``ADD``; programs own the tiles of the forward.
+    """Write dQ ``[T, Hq, D]``, accumulated if ``ADD``; programs compute the tiles of the forward.
 
-    Writes what the kernel of dK and dV reads, ``[Hq, T]`` each: delta and, with gates, the gated
-    lse, see ``load_statistics``.
+    Also writes delta and, with gates, the gated lse, ``[Hq, T]`` each, for the dK and dV kernel;
+    see ``load_statistics``.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -238,7 +239,7 @@ def range_dq_kernel(
         start, middle, tail, last, end = key_steps(
             rows.t_first, rows.t_last, num_keys, size, stride, BLOCK_N, WINDOW
         )
-        # As in the forward: the step past the sequence, one at most, is a loop of its own.
+        # As in the forward: the step past the sequence, at most one, is a separate loop.
         bounds = (start, last, end)
         for past_end in tl.static_range(2):
             for n in tl.range(
@@ -247,11 +248,12 @@ def range_dq_kernel(
                 BLOCK_N,
                 num_stages=1 if past_end else TILE.stages,
             ):
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                # Probabilities, recomputed from lse.
                 p = tl.exp2(s * scale - lse[:, None])
                 masked = True if past_end else (n < middle) | (n >= tail)
                 if masked:
@@ -267,10 +269,10 @@ def range_dq_kernel(
 
 @triton.jit
 def query_range(n, num_q, num_tokens, size, stride, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Query rows that see the keys ``n .. n + BLOCK_N``.
+    """Query rows that see any of the keys ``n .. n + BLOCK_N``.
 
     Returns:
-        The first, the first that sees all of them, one past the last that does, and the end.
+        The first row, the first that sees all keys, one past the last that does, and the end.
     """
     offset = num_tokens - num_q  # position of query row 0
     if WINDOW:
@@ -321,10 +323,10 @@ def range_dkv_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """dK and dV; with one chunk final ``[N, Hkv, D]``, otherwise fp32 sums ``[chunks, N, Hkv, D]``.
+    """dK and dV: final ``[N, Hkv, D]`` with one chunk, else fp32 sums ``[chunks, N, Hkv, D]``.
 
-    Program (i, h, c) owns the i-th block of keys of KV head h, and loops over the queries of chunk
-    c that see one of them, head by head.
+    Program (i, h, c) computes the i-th block of keys of KV head h, in a loop over the queries of
+    chunk c that see any of them, head by head.
     """
     G: tl.constexpr = HEADS.G
     HKV: tl.constexpr = HEADS.HQ // G
@@ -336,8 +338,8 @@ def range_dkv_kernel(
     BLOCK_N: tl.constexpr = TILE.keys
     TMA: tl.constexpr = TILE.tma
     KEYS_AS_ROWS: tl.constexpr = TILE.keys_as_rows
-    # Small heads leave registers for both products of inputs at once: the second runs while the
-    # first is exponentiated.
+    # Small heads leave registers for both input matmuls at once: the second runs during the
+    # exponentiation of the first.
     EARLY: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
     head_kv = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -360,22 +362,22 @@ def range_dkv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         if (first < end) | (tl.num_programs(2) == 1):
-            # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+            # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
             k_ptr += head_kv * stride_k[1]
             k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
             v_ptr += head_kv * stride_v[1]
             v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV, True)
             offset = num_tokens - num_q
             scale = softmax_scale * LOG2_E
-            # Tiles of queries, each visited once for every head: masked, whole, masked, and past
-            # the end of the sequence.
+            # Query tiles, each processed once per head: masked, unmasked, masked, and past the end
+            # of the sequence.
             end = tl.maximum(end, first)
             tiles = (end - first + BLOCK_M - 1) // BLOCK_M
             last = tl.minimum(tiles, (num_q - first) // BLOCK_M)
             middle = tl.minimum((all_first - first + BLOCK_M - 1) // BLOCK_M, last)
             tail = tl.minimum(tl.maximum((all_end - first) // BLOCK_M, middle), last)
             if not WINDOW:
-                last = tail  # only the tile past the chunk's end is left, if any
+                last = tail  # only the tile past the chunk's end remains, if any
             bounds = (0, middle, tail, last, tiles)
             stages: tl.constexpr = (TILE.edge_stages, TILE.stages, TILE.edge_stages, 1)
             for part in tl.static_range(4):
@@ -383,7 +385,7 @@ def range_dkv_kernel(
                     row = first + i // G * BLOCK_M
                     head = head_kv * G + i % G
                     queries = Span(head, first_q, num_q)
-                    # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
+                    # Load queries [BLOCK_M, BLOCK_D] and dout [BLOCK_M, BLOCK_DV].
                     q = load_keys(
                         q_source, queries, row, stride_q, D, BLOCK_D, BLOCK_M, part == 3, TMA
                     )
@@ -396,11 +398,12 @@ def range_dkv_kernel(
                     lse = load_column(lse_ptr + at + m, inside, float("inf")) * LOG2_E  # [BLOCK_M]
                     delta = load_column(delta_ptr + at + m, inside, 0.0)  # [BLOCK_M]
                     t = offset + row + m
-                    # Scores and what follows are [BLOCK_N, BLOCK_M] fp32 with keys as rows,
+                    # Scores and their gradients: [BLOCK_N, BLOCK_M] fp32 if KEYS_AS_ROWS,
                     # otherwise [BLOCK_M, BLOCK_N].
                     s = products(q, k, KEYS_AS_ROWS)
                     if EARLY:
                         dp = products(dout, v, KEYS_AS_ROWS)
+                    # Probabilities, recomputed from lse.
                     p = tl.exp2(s * scale - of_queries(lse, KEYS_AS_ROWS))
                     if part != 1:
                         visible_end = of_queries(high(t, size, stride, WINDOW), KEYS_AS_ROWS)
@@ -408,6 +411,7 @@ def range_dkv_kernel(
                         p = tl.where(seen, p, 0.0)
                     if not EARLY:
                         dp = products(dout, v, KEYS_AS_ROWS)
+                    # Gradients of values, scores and keys.
                     dv = key_gradient(dv, p.to(dout.dtype), dout, KEYS_AS_ROWS)
                     ds = (p * (dp - of_queries(delta, KEYS_AS_ROWS))).to(q.dtype)
                     dk = key_gradient(dk, ds, q, KEYS_AS_ROWS)
@@ -437,9 +441,9 @@ def range_reduce_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Add the sums of the chunks, dK or dV, in their order; chunks without a query wrote none.
+    """Sum the chunks of dK and dV in order; chunks without a query wrote nothing.
 
-    Program (i, h, 0) owns dK of the i-th block of keys of KV head h, program (i, h, 1) its dV.
+    Program (i, h, 0) computes dK of the i-th block of keys of KV head h, program (i, h, 1) its dV.
     """
     HKV: tl.constexpr = HEADS.HQ // HEADS.G
     head_kv = tl.program_id(1)
@@ -465,10 +469,10 @@ def range_reduce_kernel(
 def sum_chunks(
     part_ptr, out_ptr, where, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Write the sum of the rows of the chunks that have queries from first to end, 0 of none.
+    """Store the sum of the rows over the chunks of queries first to end, 0 without any.
 
-    ``where``: rows ``[BLOCK_N]``, whether there are such, first and end, queries of a chunk, and
-    the distance of chunks in rows.
+    ``where``: rows ``[BLOCK_N]``, their mask, first and end, queries per chunk, and the stride
+    between chunks in rows.
     """
     row, ok, first, end, chunk_rows, step = where
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)

@@ -1,6 +1,6 @@
-"""Launchers of range attention; see ``range_attention.py``. No autograd, no checks of user input.
+"""Launchers of the range attention kernels (``kernels.py``). No autograd, no input validation.
 
-What outlives a launcher is made before it: the caller decides on which stream
+Tensors that outlive a launcher are allocated before it, so that the caller chooses the stream
 (``nsa/ops/_side_stream.py``).
 """
 
@@ -25,23 +25,23 @@ from nsa.ops.range.kernels import (
 )
 from nsa.ops.range.reference import RangeInputs, RangeResults
 
-# Chunks of queries that the work on one block of keys is cut into: most of them, queries of the
-# smallest, and programs to aim at.
+# Split of the queries of one key block into chunks: maximum number of chunks, minimum number of
+# queries per chunk, and target number of programs.
 MAX_CHUNKS = 40
 MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 10_240
 
 
 def tile_name(operator: str, kind: str, keys: KeyRange) -> str:
-    """Name of a kernel in the tables of tiles; with very many keys it has a tile of its own."""
+    """Kernel name in the tile tables; very many keys have a separate tile."""
     many = not keys.window and keys.len_key >= LONG_KEYS
     return f"{operator}_{kind}{'_long' if many else ''}"
 
 
 def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
-    """Launch options of a kernel that sums dK and dV of so many keys.
+    """Launch options of a kernel that sums dK and dV of this many keys.
 
-    64 registers of a thread hold the sums.
+    The sums fit in 64 registers per thread.
     """
     warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
     return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
@@ -55,7 +55,7 @@ def range_forward(
     keys: KeyRange,
     softmax_scale: float,
 ) -> None:
-    """Fill out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``, with the tile of the operator ``name``."""
+    """Write out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``; ``name`` selects the tile."""
     q, k, v = inputs
 
     def plan() -> tuple[Tile, Launch]:
@@ -81,7 +81,7 @@ def range_forward(
 
 
 def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, int]:
-    """Programs: tiles of queries by query heads of a group, and KV heads."""
+    """Number of programs: tiles of queries by query heads of a group, and KV heads."""
     q, _, v = inputs
     num_kv_heads, where = v.shape[1], keys.sequences
     group_size = q.shape[1] // num_kv_heads
@@ -90,7 +90,7 @@ def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, in
 
 
 def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
-    """Constants of every kernel besides its tile."""
+    """Constants common to all kernels, except the tile."""
     q, k, v = inputs
     return {
         "stride_q": q.stride(),
@@ -106,20 +106,20 @@ def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> d
 
 @dataclass(frozen=True)
 class RangeBackward:
-    """Tensors of a backward pass: inputs, and what the kernel of dQ passes on to that of dK and dV.
+    """Tensors of a backward pass: inputs, and values passed from the dQ to the dK and dV kernel.
 
     Attributes:
-        name: of the operator.
-        inputs: of the forward.
-        results: of the forward, with lse as ``[Hq, T]``.
-        dout: gradient of out; with gates that of the branches' gated sum.
+        name: name of the operator.
+        inputs: inputs of the forward.
+        results: results of the forward, with lse as ``[Hq, T]``.
+        dout: gradient of out; with gates, the gradient of the gated sum of the branches.
         dq: gradient of q, contiguous.
-        keys: which keys a query sees.
+        keys: keys visible to a query.
         softmax_scale: factor on the scores.
-        gated: the branch's part in the gated sum.
+        gated: gates and gradients for the backward of the gated sum.
         delta: fp32 ``[Hq, T]``: row sums of out * dout.
-        gated_lse: with gates, lse of the gated branch, which the kernel of dQ writes; otherwise
-            that of the forward.
+        gated_lse: with gates, lse of the gated branch, written by the dQ kernel; otherwise the lse
+            of the forward.
     """
 
     name: str
@@ -145,17 +145,17 @@ class RangeBackward:
         softmax_scale: float,
         gated: Gated | None = None,
     ) -> RangeBackward:
-        """The backward of the operator ``name``, with all its memory but dk and dv.
+        """Prepare the backward of the operator ``name``; allocates everything except dk and dv.
 
         Args:
-            name: of the operator.
-            inputs: of the forward.
-            results: of the forward.
-            dout: gradient of ``out``; with ``gated`` that of the branches' gated sum.
-            dq: where the gradient of q goes, contiguous.
-            keys: which keys a query sees.
+            name: name of the operator.
+            inputs: inputs of the forward.
+            results: results of the forward.
+            dout: gradient of ``out``; with ``gated``, that of the gated sum of the branches.
+            dq: output for the gradient of q, contiguous.
+            keys: keys visible to a query.
             softmax_scale: factor on the scores.
-            gated: the branch's part in the gated sum.
+            gated: gates and gradients for the backward of the gated sum.
         """
         inputs, gated = RangeInputs(*(rows(x) for x in inputs)), gated or Gated()
         lse = by_head(results.lse)
@@ -164,12 +164,12 @@ class RangeBackward:
         return cls(name, inputs, results, rows(dout), dq, keys, softmax_scale, gated, *made)
 
     def tile_name(self, kind: str) -> str:
-        """Name of one of its kernels in the tables of tiles."""
+        """Kernel name in the tile tables."""
         return tile_name(self.name, kind, self.keys)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constants of both kernels besides their tile."""
+        """Constants common to both kernels, except the tile."""
         constants = constants_of(self.inputs, self.keys, self.softmax_scale)
         return {**constants, "stride_do": self.dout.stride()}
 
@@ -204,13 +204,13 @@ class RangeBackward:
         )
 
     def key_gradients(self) -> tuple[Tensor, Tensor]:
-        """Second half of the backward, after dQ: dk, dv in the shapes of k, v, contiguous."""
+        """Second half of the backward, after dQ: dk and dv in the shapes of k and v, contiguous."""
         q, k, v = self.inputs
         keys, dout, num_q = self.keys, self.dout, q.shape[0]
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         plan = once(lambda: plan_keys(self))
         if not keys.window or num_q == 0:
-            # Rows that no block owns are not visited.
+            # Rows that belong to no block are not visited.
             dk.zero_()
             dv.zero_()
         if num_q == 0 or plan.num_chunks == 0:
@@ -248,11 +248,11 @@ class KeyPlan(NamedTuple):
     """Plan of :meth:`RangeBackward.key_gradients`.
 
     Attributes:
-        tile: of the kernel of dK and dV.
+        tile: tile of the dK and dV kernel.
         num_chunks: chunks of queries; 0 if there is nothing to compute.
-        chunk_rows: queries of a chunk.
-        launch: the kernel of dK and dV.
-        reduce: the kernel that adds the sums of several chunks.
+        chunk_rows: queries per chunk.
+        launch: the dK and dV kernel.
+        reduce: the kernel that sums several chunks.
     """
 
     tile: Tile
@@ -272,7 +272,7 @@ def plan_keys(backward: RangeBackward) -> KeyPlan:
     chunks = chunks_of(len_q, most, keys.window, programs, tile.rows) if programs else (0, 0)
     tile = fitting(tile, q, backward.dout)
     if q.shape[1] == num_kv_heads and tile.max_registers is not None:
-        # Addresses that rise evenly are kept in registers: none are left for pipelined edges.
+        # Evenly spaced addresses are kept in registers, which leaves none for pipelined edges.
         tile = tile._replace(edge_stages=1)
     constants, grid = backward.constants, (num_blocks, num_kv_heads)
     launch = Launch(
@@ -290,17 +290,17 @@ def plan_keys(backward: RangeBackward) -> KeyPlan:
 
 
 def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:
-    """Chunks that the queries of a key block are cut into, and queries of a chunk.
+    """Number of chunks that the queries of a key block are split into, and queries per chunk.
 
-    They follow from shapes alone, so that sums never change order.
+    They depend only on shapes, so that the summation order never changes.
 
     Args:
         len_q: queries of the longest sequence.
-        most: at most so many of them see a key.
+        most: upper bound on the queries that see a key.
         window: whether keys are tokens of a window.
         num_programs: programs of one chunk.
-        rows: queries of a tile; chunks are of whole tiles, or every one would have a masked one
-            more.
+        rows: queries of a tile; chunks consist of whole tiles, otherwise each would have one more
+            masked tile.
     """
     num_chunks = max(
         1, min(cdiv(most, MIN_CHUNK_ROWS), MAX_CHUNKS, TARGET_PROGRAMS // max(num_programs, 1))

@@ -1,6 +1,6 @@
 """``nsa::window_attention`` and ``nsa::compressed_attention``, registered with PyTorch.
 
-A query of either operator sees one range of keys. Triton is loaded when an operator first runs.
+Triton is imported when an operator first runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def register_range_attention(
     """Register ``nsa::<name>`` and ``nsa::<name>_backward``.
 
     Args:
-        name: of the operator; kernels look their tiles up by it.
-        keys_of: which keys a query sees.
+        name: name of the operator, also used to look up tiles.
+        keys_of: returns the keys visible to a query.
     """
 
     def forward(inputs: RangeInputs, call: Call) -> RangeResults:
@@ -49,7 +49,7 @@ def register_range_attention(
 def run_range_attention(
     name: str, inputs: RangeInputs, keys: KeyRange, softmax_scale: float, results: RangeResults
 ) -> None:
-    """Fill the results by the kernel of the operator ``name``."""
+    """Write the results with the kernel of the operator ``name``."""
     from nsa.ops.range.launch import range_forward
 
     check_queries(name, inputs.q)

@@ -33,14 +33,14 @@ class RangeResults(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, v: Tensor) -> RangeResults:
-        """Memory for the results of such queries and values."""
+        """Allocate the results for these queries and values."""
         num_q, num_heads, _ = q.shape
         out = q.new_empty(num_q, num_heads, v.shape[-1])
         return cls(out, q.new_empty(num_heads, num_q, dtype=torch.float32).t())
 
 
 def window_attention_reference(inputs: RangeInputs, call: Call) -> RangeResults:
-    """See :func:`nsa.window_attention`; inputs are packed and checked."""
+    """See :func:`nsa.window_attention`; inputs are packed and validated."""
     (q, k, v), sequences = inputs, call.sequences
     out, lse = masked_attention(
         pad(q, sequences.cu_q, sequences.max_q),
@@ -59,7 +59,7 @@ def compressed_attention_reference(
     v_cmp: Tensor | None,
     call: Call,
 ) -> tuple[Tensor | None, Tensor]:
-    """See :func:`nsa.compressed_attention`; inputs are packed and checked."""
+    """See :func:`nsa.compressed_attention`; inputs are packed and validated."""
     config, sequences = call.config, call.sequences
     cu_cmp = compressed_cu_seqlens(sequences.cu_k, config)
     max_cmp = max_compressed(sequences, config)

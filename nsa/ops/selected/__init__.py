@@ -1,4 +1,4 @@
-"""The selected branch: attention over selected blocks in full."""
+"""The selected branch: full attention over selected blocks."""
 
 from __future__ import annotations
 
@@ -42,34 +42,35 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over selected blocks, token-causal (Eq. 5, branch slc, arXiv:2502.11089).
 
-    Usable alone, with anyone's indices.
+    It works with arbitrary block indices, not only those of :func:`nsa.select_blocks`.
 
     Args:
         q: rotated queries, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
         k: rotated keys ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
         v: values ``[S, Hkv, Dv]`` or ``[B, S, Hkv, Dv]``.
         block_indices: int32 or int64 ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any n: block ids inside
-            the sequence, in any order; one that is there more than once counts once; ids below 0 or
-            above ``t // l'`` count as absent.
-        config: the sparse pattern; of it ``block_size`` and the head counts and sizes are used.
+            the sequence, in any order. Duplicates count once; ids below 0 or above ``t // l'`` are
+            ignored.
+        config: the sparse pattern; only ``block_size`` and the head counts and sizes are used.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; for None see
+        max_seqlen_q: upper bound on the query lengths; for None see
             :func:`nsa.native_sparse_attention`.
-        max_seqlen_k: the same in key tokens.
+        max_seqlen_k: upper bound on the key lengths, in tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
-        algorithm: of the kernels. ``tiled``: tiles of neighbouring queries against all blocks that
-            one of them selected; ``gathered``: block by block, the queries that selected it;
-            ``auto``: ``tiled`` for short sequences, and for long ones whichever suits the
-            selection, decided on the device without waiting. Algorithms differ in rounding.
+        algorithm: kernel algorithm. ``tiled``: tiles of neighboring queries against all blocks
+            that any of them selected; ``gathered``: block by block, the queries that selected it;
+            ``auto``: ``tiled`` for short sequences; for long ones the choice depends on the
+            selection and is made on the device without synchronizing. Algorithms differ in
+            rounding.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
         out, like ``q`` with head size Dv, and lse ``[T, Hq]`` (natural logarithm, fp32 or fp64,
-        without gradient). A query without a present block has output 0 and lse -inf.
+        without gradient). A query without a valid block has output 0 and lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     name = "selected_attention"
     backend = choose_backend(name, backend, q)
@@ -95,7 +96,7 @@ def selected_attention(
 def run_selected_attention(
     inputs: SelectedInputs, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`selected_attention`; inputs are packed and checked, the backend is chosen."""
+    """See :func:`selected_attention`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
         results = selected_attention_op(inputs, call)
         return results.out, results.lse

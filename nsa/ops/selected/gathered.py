@@ -1,17 +1,17 @@
-"""Selected branch, gathered: a block of keys against the queries that selected it.
+"""Selected branch, gathered algorithm: a block of keys against the queries that selected it.
 
-Where neighbouring queries select different blocks, a tile of them works mostly on masked rows. Here
-the rows of a program are the queries that selected one block, by heads, wherever they lie, so no
-row is masked. dK and dV of both algorithms are made so. What a query gets from each of its blocks
-(output and lse, or dQ) is a *partial result*, a row for each (query, slot), and another kernel
-merges the slots of a query, segment by segment (``index.py``), so that they need little memory. No
-atomics: the same bits in every run. What is written for a row follows from its query and its block
-alone, and a merge reads the slots of one query in their order: the selections of other queries move
-a row to another place, where its arithmetic is the same.
+If neighboring queries select different blocks, a tile of them works mostly on masked rows. Here
+the rows of a program are the queries that selected one block, by heads, gathered from anywhere in
+the sequence, so no row is masked. dK and dV of both algorithms are computed this way. The
+contribution of one block to a query (output and lse, or dQ) is a *partial result*, one row per
+(query, slot). Another kernel merges the slots of each query, segment by segment (``index.py``) to
+limit memory. There are no atomics, so results are bitwise reproducible. A partial result depends
+only on its query and block, and the slots of a query are merged in order: the selections of other
+queries only change where a row is computed, not its arithmetic.
 
-A block that is too large to be held at once is cut into ``PARTS`` of ``BLOCK_N`` keys, each with
-partial results of its own. Kernels that are given ``tile_stats_ptr`` do their share of the gathered
-algorithm only where selections scatter (``selections_scatter``).
+A block that is too large for one tile is split into ``PARTS`` of ``BLOCK_N`` keys, each with its
+own partial results. Kernels with ``tile_stats_ptr`` do their part of the gathered algorithm only if
+selections scatter (``selections_scatter``).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -47,13 +47,13 @@ SEGMENT = [
 
 
 class Chunk(NamedTuple):
-    """The chunk of one program, see ``Chunks``.
+    """Chunk of one program, see ``Chunks``.
 
     Attributes:
-        begin: where its selections begin in the order of the index.
-        count: how many there are; 0: no chunk is left for this program.
-        first_selection: the first selection of the segment.
-        head_kv, sequence, block: its block: head, sequence, number inside the sequence.
+        begin: index of its first selection in the order of the index.
+        count: number of selections; 0 if there is no chunk for this program.
+        first_selection: first selection of the segment.
+        head_kv, sequence, block: head, sequence, and index in the sequence of its key block.
         t: position of its first query.
         alone: whether it is the only chunk of its key block in the segment.
         key_block: its key block.
@@ -71,13 +71,13 @@ class Chunk(NamedTuple):
 
 
 class GatheredRows(NamedTuple):
-    """Rows of a chunk, a query and head each, ``[BLOCK_M]``.
+    """Rows of a chunk, one per query and head, ``[BLOCK_M]``.
 
     Attributes:
-        selection: counted from the first one of the segment.
-        query: the same.
+        selection: selection index relative to the first one of the segment.
+        query: query index relative to the first one of the segment.
         head: query head inside the group.
-        ok: whether there is such a row.
+        ok: whether the row exists.
     """
 
     selection: Any
@@ -97,7 +97,7 @@ def find_chunk(
     HKV: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The chunk of this program, see ``Chunk``."""
+    """Find the chunk of this program, see ``Chunk``."""
     order_ptr, begin_ptr, length_ptr, owner_ptr, start_ptr = chunks
     cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences = sequences
     key_blocks = HKV * num_blocks
@@ -132,15 +132,15 @@ def find_chunk(
 
 @triton.jit
 def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
-    """Number of a chunk's selections, the first ones, of queries to which its block is local.
+    """Number of leading selections of a chunk whose queries treat its block as local.
 
-    See ``tiled.py``; the order begins at that of the chunk.
+    See ``tiled.py``; ``order_ptr`` points to the first selection of the chunk.
     """
     local = 0
     if chunk.block == 0:
         local = chunk.count
     elif chunk.t < (chunk.block + 2) * BLOCKS.SIZE:
-        # Queries come in order, one at a position.
+        # Queries are ordered, one per position.
         index = tl.arange(0, 2 * BLOCKS.SIZE)
         inside = index < chunk.count
         query = tl.load(order_ptr + index, mask=inside, other=0) // (HKV * BLOCKS.N)
@@ -152,7 +152,7 @@ def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
-    """Load as a column, see ``load_column``; in ``SPLIT`` loops as it is, which is faster there."""
+    """Load in a column layout, see ``load_column``; ``SPLIT`` loops load directly (faster)."""
     if SPLIT:
         return tl.load(pointers, mask=mask, other=other)
     else:
@@ -163,7 +163,7 @@ def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
 def load_order(
     order_ptr, r, num_rows, first, G: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Selections of the rows ``r .. r + BLOCK_M`` of a chunk, counted from ``first``."""
+    """Selections of the rows ``r .. r + BLOCK_M`` of a chunk, relative to ``first``."""
     index = r + tl.arange(0, BLOCK_M)
     selection = load_vector(order_ptr + index // G, index < num_rows, 0, SPLIT)
     return selection - first.to(order_ptr.dtype.element_ty)
@@ -173,7 +173,7 @@ def load_order(
 def locate_rows(
     selection, r, num_rows, G: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Rows ``r .. r + BLOCK_M`` of a chunk; a query has ``SLOTS`` slots in all KV heads."""
+    """Rows ``r .. r + BLOCK_M`` of a chunk; a query has ``SLOTS`` slots over all KV heads."""
     index = r + tl.arange(0, BLOCK_M)
     query = (selection // SLOTS).to(tl.int32)
     return GatheredRows(selection.to(tl.int32), query, index % G, index < num_rows)
@@ -192,10 +192,10 @@ def slot_rows(
     PARTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Slots ``first .. first + BLOCK_S`` of rows, queries by heads.
+    """Slots ``first .. first + BLOCK_S`` of rows (queries by heads).
 
     Returns:
-        Their partial results ``[M, BLOCK_S]``, and whether there are such.
+        Indices of their partial results ``[M, BLOCK_S]``, and a mask of those that exist.
     """
     G: tl.constexpr = HEADS.G
     HKV: tl.constexpr = HEADS.HQ // G
@@ -210,7 +210,7 @@ def slot_rows(
 
 @triton.jit
 def load_slots(part_ptr, part, ok, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``[M, S, BLOCK_D]`` fp32. One load: slot by slot it would need far more registers."""
+    """Load ``[M, S, BLOCK_D]`` fp32 at once; slot by slot it would need far more registers."""
     d = tl.arange(0, BLOCK_D)
     pointers = part_ptr + part.to(tl.int64)[:, :, None] * D + d[None, None, :]
     mask = ok[:, :, None] & (d < D)[None, None, :]
@@ -243,10 +243,10 @@ def selected_gather_fwd_kernel(
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Output ``[G, Dv]`` and lse ``[G]``, base 2, of every (query, slot) whose block is remote.
+    """Output ``[G, Dv]`` and lse ``[G]``, base 2, for every (query, slot) with a remote block.
 
-    Program (i, p) owns part p of the block of the segment's i-th chunk of selections, and loops
-    over the rows of the chunk, queries by heads.
+    Program (i, p) handles part p of the block of the segment's i-th chunk of selections, in a loop
+    over the rows of the chunk (queries by heads).
     """
     if not selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         return
@@ -272,7 +272,7 @@ def selected_gather_fwd_kernel(
         key = chunk.block * BLOCKS.SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)
         key_ok = key < num_tokens
         key_row = (first_key + key).to(tl.int64)
-        # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
         k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
         v_ptr += head_kv * stride_v[1]
@@ -281,9 +281,9 @@ def selected_gather_fwd_kernel(
         scale = softmax_scale * LOG2_E
         order_ptr += local
         num_rows = (chunk.count - local) * G
-        # Selections are loaded a step ahead: a row's number is needed before the row can be. The
-        # pipeline's depth is that of the launch: given by the loop, it would take in the loads of
-        # selections too, which a step ahead leaves no room for.
+        # Selections are loaded one step ahead, because row indices are needed before the rows.
+        # The pipeline depth comes from the launch options: a depth set on the loop would also
+        # pipeline the loads of selections, which are already one step ahead.
         ahead = load_order(order_ptr, 0, num_rows, chunk.first_selection, G, BLOCK_M, True)
         for r in tl.range(0, num_rows, BLOCK_M):
             selection = ahead
@@ -294,7 +294,7 @@ def selected_gather_fwd_kernel(
             token = first_row + rows.query
             q_at = token * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
             q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
             row_max = tl.max(s, 1) * scale
             p = tl.exp2(s * scale - row_max[:, None])
             total = tl.sum(p, 1)
@@ -323,10 +323,10 @@ def selected_merge_out_kernel(
     BLOCK_S: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """out, and lse ``[T, Hq]``, of a segment: what local blocks gave, merged with the slots.
+    """out and lse ``[T, Hq]`` of a segment: results of local blocks merged with the slots.
 
-    Program i owns the i-th ``STEPS`` tiles of ``BLOCK_M`` rows of the segment, queries by heads,
-    and adds ``BLOCK_S`` slots at a time.
+    Program i handles the i-th ``STEPS`` tiles of ``BLOCK_M`` rows of the segment (queries by
+    heads), and merges ``BLOCK_S`` slots at a time.
     """
     HQ: tl.constexpr = HEADS.HQ
     N: tl.constexpr = BLOCKS.N

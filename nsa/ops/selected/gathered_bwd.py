@@ -1,4 +1,4 @@
-"""Backward of the gathered algorithm, and dK and dV of both: by chunk, their sums, merge of dQ."""
+"""Backward of the gathered algorithm; dK and dV of both algorithms; merge of dQ."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -45,11 +45,11 @@ def finish_keys(
 ):
     """Add a segment's dK and dV of a key block to the sums of earlier segments.
 
-    Where no selection of it comes in a later one, that is the result.
+    If the key block has no selections in later segments, this writes the final result.
 
-    dk and dv are fp32, without the scale, of the keys in the rows ``row`` of dK and dV ``[S * Hkv,
-    D]`` for which ``ok`` holds. ``targets`` are pointers: of the sums of dK and dV (None: one
-    segment), of dK and dV, and of begin and length, see ``Chunks``.
+    dk and dv are unscaled fp32 gradients of the keys in rows ``row`` of dK and dV ``[S * Hkv, D]``
+    with mask ``ok``. ``targets`` are pointers to the sums of dK and dV (None if there is one
+    segment), to dK and dV, and to begin and length, see ``Chunks``.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -60,7 +60,7 @@ def finish_keys(
     final = True
     if sums is not None:
         dk_sum_ptr, dv_sum_ptr = sums
-        # The selections of a key block follow each other, segment by segment.
+        # The selections of a key block are contiguous, segment by segment.
         begin = tl.load(begin_ptr + segment * key_blocks + key_block)
         end = begin + tl.load(length_ptr + segment * key_blocks + key_block)
         if begin > tl.load(begin_ptr + key_block):
@@ -94,18 +94,20 @@ def add_gradients(
     KEYS_AS_ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add what rows ``[BLOCK_M]`` at the positions t give keys ``[BLOCK_N]``.
+    """Add the contribution of rows ``[BLOCK_M]`` at positions t to keys ``[BLOCK_N]``.
 
     Returns:
         dK ``[BLOCK_N, BLOCK_D]`` and dV ``[BLOCK_N, BLOCK_DV]``, fp32, and the gradient of the
-        scores, ``[BLOCK_N, BLOCK_M]`` with keys as rows, otherwise ``[BLOCK_M, BLOCK_N]``.
+        scores, ``[BLOCK_N, BLOCK_M]`` if KEYS_AS_ROWS, otherwise ``[BLOCK_M, BLOCK_N]``.
     """
-    s = products(q, k, KEYS_AS_ROWS)  # as the gradient of the scores, fp32
+    s = products(q, k, KEYS_AS_ROWS)  # fp32, same layout as ds
     if EARLY:
         dp = products(dout, v, KEYS_AS_ROWS)
+    # Probabilities, recomputed from lse.
     p = tl.exp2(s * scale - of_queries(lse, KEYS_AS_ROWS))
     if causal:
         p = tl.where(of_keys(key, KEYS_AS_ROWS) <= of_queries(t, KEYS_AS_ROWS), p, 0.0)
+    # Gradients of values, scores and keys.
     dv = key_gradient(dv, p.to(dout.dtype), dout, KEYS_AS_ROWS)
     if not EARLY:
         dp = products(dout, v, KEYS_AS_ROWS)
@@ -115,8 +117,8 @@ def add_gradients(
 
 @triton.jit
 def query_gradient(ds, k, KEYS_AS_ROWS: tl.constexpr):
-    """dQ ``[BLOCK_M, BLOCK_D]`` fp32, without the scale, of the gradient of the scores."""
-    # Tensor cores of sm_90 take 64 rows at least: the columns of dQ are more.
+    """Unscaled dQ ``[BLOCK_M, BLOCK_D]`` fp32 from the gradient of the scores."""
+    # sm_90 tensor cores need at least 64 rows: use the columns of dQ as rows.
     if KEYS_AS_ROWS and ds.shape[1] < 64:
         return tl.trans(tl.dot(tl.trans(k), ds, input_precision="ieee"))
     else:
@@ -159,11 +161,11 @@ def selected_gather_bwd_kernel(
 ):
     """dK and dV and, with ``part_ptr``, dQ ``[G, D]`` of every (query, slot).
 
-    Program (i, p) owns part p of the block of the segment's i-th chunk of selections, and loops
-    over the rows of the chunk, queries by heads. dK and dV of the only chunk of a key block go
-    where ``finish_keys`` puts them; others are fp32 sums, without the scale, which go to
-    ``partial`` for ``selected_reduce_kernel``. With ``tile_stats_ptr`` the kernel works only where
-    selections scatter, if it writes dQ, or only where they do not.
+    Program (i, p) handles part p of the block of the segment's i-th chunk of selections, in a loop
+    over the rows of the chunk (queries by heads). If a key block has a single chunk, dK and dV are
+    stored by ``finish_keys``; otherwise unscaled fp32 sums are stored in ``partial`` for
+    ``selected_reduce_kernel``. With ``tile_stats_ptr`` the kernel runs only if selections scatter
+    (with dQ), or only if they do not (without dQ).
     """
     DQ: tl.constexpr = part_ptr is not None
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
@@ -180,14 +182,14 @@ def selected_gather_bwd_kernel(
     HKV: tl.constexpr = HEADS.HQ // G
     PARTS: tl.constexpr = BLOCKS.SIZE // BLOCK_N
     SMALL: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
-    # Small tiles leave registers for both products of inputs at once: the second runs while the
-    # first is exponentiated.
+    # Small tiles leave registers for both input matmuls at once: the second runs during the
+    # exponentiation of the first.
     EARLY: tl.constexpr = SMALL or BLOCK_M * (BLOCK_D + BLOCK_DV) <= 64 * 128
-    # See the forward for selections a step ahead of their rows. Large heads leave no registers for
-    # them, but a deep pipeline is none without.
+    # Load selections one step ahead of their rows, as in the forward. Large heads leave no
+    # registers for them, but a deep pipeline requires it.
     AHEAD: tl.constexpr = SMALL or TILE.stages > 2
-    # The loop is split where the mask ends, and the pipeline's depth is given by the loops; or one
-    # loop has the mask under a condition. Small heads without dQ are faster with the loop split:
+    # Either the loop is split where the mask ends, with the pipeline depth set on each loop, or one
+    # loop applies the mask conditionally. Small heads without dQ are faster with the split loop:
     # 0.98 ms against 1.07 (seed shape, 32 sequences of 2,048 tokens, H200).
     SPLIT: tl.constexpr = SMALL and not DQ
     STAGES: tl.constexpr = TILE.stages if SPLIT else None
@@ -204,7 +206,7 @@ def selected_gather_bwd_kernel(
         key = n + tl.arange(0, BLOCK_N)
         key_ok = key < num_tokens
         key_row = (first_key + key).to(tl.int64)
-        # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+        # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
         k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
         v_ptr += head_kv * stride_v[1]
@@ -216,7 +218,7 @@ def selected_gather_bwd_kernel(
         offset = (num_tokens - num_q - first_q + first_row).to(tl.int32)
         order_ptr = chunks[0] + chunk.begin
         num_rows = chunk.count * G
-        # Queries come in order, one at a position: so many of the first do not see the whole block.
+        # Queries are ordered, one per position: so many leading ones see only a part of the block.
         after = (chunk.block + 1) * BLOCKS.SIZE - 1
         hidden = tl.minimum(tl.maximum(after - chunk.t, 0), chunk.count)
         ahead = load_order(order_ptr, 0, num_rows, first, G, BLOCK_M, SPLIT)
@@ -287,10 +289,11 @@ def selected_reduce_kernel(
     BLOCK_C: tl.constexpr,
     DQ: tl.constexpr,
 ):
-    """Add the sums of a segment's chunks of dK and dV, in order.
+    """Sum the dK and dV of a segment's chunks, in order.
 
-    Program (i, h, p) owns the p-th ``BLOCK_K`` keys of block i of KV head h, and adds ``BLOCK_C``
-    chunks at a time. A key block of one chunk is done already; one that no query selected gets 0.
+    Program (i, h, p) handles the p-th ``BLOCK_K`` keys of block i of KV head h, and adds
+    ``BLOCK_C`` chunks at a time. A key block with one chunk is complete already; one that no query
+    selected is set to 0.
     """
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED) != DQ:
@@ -351,9 +354,9 @@ def selected_merge_dq_kernel(
     STEPS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dQ of a segment, added to what is there if ``ADD``: the sum over the slots, in fp32.
+    """dQ of a segment, accumulated if ``ADD``: the sum over the slots, in fp32.
 
-    Programs own the rows of ``selected_merge_out_kernel``.
+    Programs handle the same rows as in ``selected_merge_out_kernel``.
     """
     HQ: tl.constexpr = HEADS.HQ
     N: tl.constexpr = BLOCKS.N

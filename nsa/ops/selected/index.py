@@ -1,13 +1,13 @@
-"""Selected blocks in the forms that the kernels read; nothing here waits for the device.
+"""Index structures over selected blocks for the kernels; nothing here synchronizes.
 
-- **Lists by tile.** A tile is a few consecutive queries of one group. Its list holds every block
-  that one of them selected, ascending, and for each block a query mask, whose bit i says that
-  query i of the tile selected it.
+- **Lists by tile.** A tile is a few consecutive queries of one group. Its list contains every block
+  selected by any of them, in ascending order, with a query mask per block: bit i is set if query i
+  of the tile selected the block.
 - **Inverse index.** A *key block* is a block of one KV head, ``head * num_blocks + block``. A
-  *selection* is a (query, KV head, slot), numbered as in ``block_indices [T, Hkv, n]``; sorted by
+  *selection* is a (query, KV head, slot), numbered as in ``block_indices [T, Hkv, n]``. Sorted by
   key block, the selections of a key block are the queries that attend to it, in order. Kernels that
-  need memory for every selection cut the queries into segments, one after the other. The selections
-  of a key block in a segment are cut into *chunks*, one a program.
+  need memory for every selection split the queries into consecutive segments. The selections of a
+  key block in a segment are split into *chunks*, one per program.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from nsa.ops._triton.kernel import Launch
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
 from nsa.ops.selected.types import SCATTER_THRESHOLD
 
-# Key blocks, or chunks, of a program that looks for their places.
+# Key blocks, or chunks, per program of the index kernels.
 BLOCK = 128
-# Bits of words that hold a bit for each block of a sequence.
+# Bits of the words used as bitmaps over the blocks of a sequence.
 WORDS = (32, 64)
 
 
 class SelectedBlocks(NamedTuple):
-    """Numbers of selected blocks, constants that kernels are compiled for.
+    """Selected-block sizes, as compile-time constants.
 
     Attributes:
         N: slots of a query.
         SIZE: tokens of a block.
-        SCATTERED: selections scatter if the mean list of a tile holds more blocks.
+        SCATTERED: selections scatter if the mean list length of a tile exceeds this.
     """
 
     N: int
@@ -48,19 +48,19 @@ class SelectedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, block_size: int) -> SelectedBlocks:
-        """For so many slots of a query."""
+        """Constants for this number of slots per query and this block size."""
         return cls(slots, block_size, SCATTER_THRESHOLD * slots)
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Blocks that the queries of each tile selected.
+    """Blocks selected by the queries of each tile.
 
     Attributes:
         block: int32 ``[Hkv, tiles, list_len]``, ascending.
-        query_mask: the same shape: bit i says that query i of the tile selected the block.
-        count: int32 ``[Hkv, tiles, 4]``: blocks wholly in the past of every query, wholly inside
-            the sequence, all, and those that are before the last two local blocks of every query.
+        query_mask: same shape; bit i is set if query i of the tile selected the block.
+        count: int32 ``[Hkv, tiles, 4]``: number of blocks fully in the past of every query, fully
+            inside the sequence, in total, and before the last two local blocks of every query.
     """
 
     block: Tensor
@@ -68,7 +68,7 @@ class Lists:
     count: Tensor
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments of kernels."""
+        """Return the kernel arguments."""
         return self.block, self.query_mask, self.count
 
 
@@ -77,18 +77,18 @@ class Chunks:
     """Programs that share the selections of an inverse index; empty before :meth:`fill`.
 
     Attributes:
-        order: of the index.
-        begin: int32 ``[segments * key blocks]``: where the selections of each key block in a
-            segment begin in ``order``.
-        length: the same shape: how many they are.
+        order: order of the index.
+        begin: int32 ``[segments * key blocks]``: index in ``order`` of the first selection of each
+            key block in a segment.
+        length: same shape: number of these selections.
         owner: int32: ``segment * key blocks + key block`` of each chunk.
         start: int32 ``[segments * key blocks + 1]``: first chunk of each key block in a segment.
-        num_blocks: of the index.
-        segments: segments that the queries are cut into.
-        index_segments: segments that the index tells apart, a multiple.
-        segment_rows: queries of a segment.
-        size: selections of a chunk.
-        limit: at least the chunks of any segment.
+        num_blocks: number of blocks of the index.
+        segments: segments that the queries are split into.
+        index_segments: segments of the index, a multiple of ``segments``.
+        segment_rows: queries per segment.
+        size: selections per chunk.
+        limit: upper bound on the chunks of any segment.
     """
 
     order: Tensor
@@ -104,11 +104,11 @@ class Chunks:
     limit: int
 
     def pointers(self) -> tuple[Tensor, ...]:
-        """Return the arguments by which kernels find their chunk."""
+        """Return the kernel arguments that locate a program's chunk."""
         return self.order, self.begin, self.length, self.owner, self.start
 
     def fill(self, ranked: Tensor) -> None:
-        """Find the chunks, from what :meth:`InverseIndex.fill` gives."""
+        """Compute the chunks from the result of :meth:`InverseIndex.fill`."""
         total, selections = self.begin.shape[0], ranked.shape[0]
         count = torch.empty_like(self.start)
         most, options = self.owner.shape[0], {"BLOCK": BLOCK, "num_warps": 4}
@@ -140,14 +140,14 @@ class InverseIndex:
 
     Attributes:
         key: int16 or int32 ``[T, Hkv, n]``: ``key block * segments + segment`` of each selection,
-            ``absent`` where its block is absent.
-        remote: the same with ``absent`` where the block is local, see ``tiled.py``; None where
-            it is not needed.
-        order: int32 ``[T * Hkv * n]``: selections by key and, for one key, by query.
-        num_blocks: at least the blocks of all sequences together.
-        segments: segments that can be told apart.
-        segment_rows: queries of a segment.
-        absent: number of keys.
+            ``absent`` if its block is absent.
+        remote: like ``key``, but ``absent`` if the block is local, see ``tiled.py``; None if not
+            needed.
+        order: int32 ``[T * Hkv * n]``: selections sorted by key, then by query.
+        num_blocks: upper bound on the blocks of all sequences together.
+        segments: number of segments that the keys distinguish.
+        segment_rows: queries per segment.
+        absent: key of absent blocks, equal to the number of valid keys.
     """
 
     key: Tensor
@@ -167,21 +167,20 @@ class InverseIndex:
         unique: bool,
         sort: bool,
     ) -> Tensor:
-        """Number the selections ``block_indices [T, Hkv, n]``; sort them unless ``order`` is known.
+        """Compute the keys of ``block_indices [T, Hkv, n]``, and sort them if ``sort``.
 
         Args:
             block_indices: int32 or int64.
-            sequences: where the sequences lie.
+            sequences: the sequence layout.
             block_size: tokens of a block.
-            unique: whether no query names a block twice; otherwise it is looked for, and a block
-                counts once.
+            unique: whether no query selects a block twice; otherwise duplicates are removed.
             sort: whether to fill ``order``.
 
         Returns:
-            The keys in their order, ``[T * Hkv * n]``.
+            The sorted keys, ``[T * Hkv * n]``.
         """
         num_q, num_kv_heads, n = block_indices.shape
-        if sequences.offsets is not None:  # rows of no sequence are not visited
+        if sequences.offsets is not None:  # rows outside all sequences are not visited
             self.key.fill_(self.absent)
             if self.remote is not None:
                 self.remote.fill_(self.absent)
@@ -216,7 +215,7 @@ class InverseIndex:
         return ranked
 
     def new_chunks(self, segments: int, size: int) -> Chunks:
-        """Memory for chunks of ``size`` selections, in all segments of the index or in one."""
+        """Allocate chunks of ``size`` selections, for all segments of the index or for one."""
         num_q, num_kv_heads, n = self.key.shape
         key_blocks, selections = num_kv_heads * self.num_blocks, self.order.numel()
         total = segments * key_blocks
@@ -240,24 +239,24 @@ def new_index(
     *,
     with_remote: bool = False,
 ) -> InverseIndex:
-    """Memory for the inverse index of ``block_indices [T, Hkv, n]`` over keys of so many tokens.
+    """Allocate the inverse index of ``block_indices [T, Hkv, n]``.
 
     Args:
-        block_indices: of it shape and device count.
-        sequences: where the sequences lie.
+        block_indices: only shape and device are used.
+        sequences: the sequence layout.
         block_size: tokens of a block.
-        num_tokens: of all sequences' keys.
-        segments: segments of queries to be told apart.
-        order: memory for the order, or that of an index of the same selection in any number of
-            segments; None makes it.
-        with_remote: whether to tell remote blocks from local ones.
+        num_tokens: total number of key tokens.
+        segments: number of query segments to distinguish.
+        order: memory for the order, or the order of an index of the same selection with any number
+            of segments; None allocates it.
+        with_remote: whether to distinguish remote blocks from local ones.
     """
     num_q, num_kv_heads, _ = block_indices.shape
     num_blocks = sequences.num_tiles(num_tokens, block_size, sequences.len_k)
     absent = num_kv_heads * num_blocks * segments
     counted = "blocks times KV heads times segments of queries"
     check_numbers("selected_attention", "k", absent, counted)
-    # Half as many bits are sorted in half the passes.
+    # int16 keys need half as many sorting passes.
     dtype = torch.int16 if absent < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
     remote = torch.empty_like(key) if with_remote else None
@@ -267,7 +266,7 @@ def new_index(
 
 
 def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
-    """A tile's blocks can be counted, and sorted with their slot in one number."""
+    """Check that a tile's blocks can be counted, and sorted with their slot in one integer."""
     name, counted = "selected_attention", "slots for the queries of a tile"
     hint = "Give fewer slots a query."
     check_numbers(name, "block_indices", list_len, counted, _checks.LISTED, hint)
@@ -277,7 +276,7 @@ def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
 
 
 def word_of(num_blocks: int) -> int:
-    """Bits of a word with one for each block of a sequence; 0: there are too many blocks."""
+    """Bits of a bitmap over the blocks of a sequence; 0 if there are too many blocks."""
     return next((bits for bits in WORDS if num_blocks <= bits), 0)
 
 
@@ -291,16 +290,16 @@ def make_lists(
     *,
     counted: bool,
 ) -> Lists:
-    """Lists of every tile of ``rows`` rows, queries by heads.
+    """Build the list of every tile of ``rows`` rows (queries by heads).
 
-    ``tile_stats`` int64 ``[2]`` gets their blocks and their number added. If the selection is
-    ``counted`` in it already, lists that are not read are left empty.
+    The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. If the
+    selection is ``counted`` there already, lists that are not read stay empty.
     """
     num_q, num_kv_heads, n = block_indices.shape
 
     def plan() -> tuple[int, int, Launch]:
         num_lists = sequences.num_tiles(num_q * group_size, rows, sequences.len_q * group_size)
-        # A tile of whole queries, or one that begins and ends between the heads of two.
+        # Either a tile has whole queries, or it begins and ends between the heads of two queries.
         queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
         pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
         _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)

@@ -1,4 +1,4 @@
-"""Selected blocks in the forms that the kernels of the selected branch read; see ``index.py``."""
+"""Kernels that build the index structures over selected blocks; see ``index.py``."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -19,29 +19,29 @@ def larger(a, b):
 
 @triton.jit
 def selections_scatter(tile_stats_ptr, SCATTERED: tl.constexpr):
-    """Whether the mean list of a tile is longer than ``SCATTERED`` blocks."""
+    """Whether the mean list length of a tile exceeds ``SCATTERED`` blocks."""
     blocks = tl.load(tile_stats_ptr).to(tl.float64)
     return blocks > tl.load(tile_stats_ptr + 1).to(tl.float64) * SCATTERED
 
 
 @triton.jit
 def either(a, b):
-    """Combine function of words."""
+    """Combine function of a bitwise or."""
     return a | b
 
 
 @triton.jit
 def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WORD: tl.constexpr):
-    """Blocks that queries named in their slots ``[PAD_Q * PAD_N]``, see ``list_kernel``.
+    """Blocks selected in the slots ``[PAD_Q * PAD_N]`` of queries, see ``list_kernel``.
 
     Returns:
-        ``[WORD]``: numbers of blocks, ascending; the queries that named each, one bit a query; and
-        whether any did.
+        ``[WORD]`` each: block ids, ascending; the queries that selected each, one bit per query;
+        and whether any did.
     """
     word_type: tl.constexpr = tl.int64 if WORD > 32 else tl.int32
     one = tl.full([PAD_Q * PAD_N], 1, word_type)
     bit = tl.where(present, one << tl.where(present, named, 0).to(word_type), 0)
-    words = tl.reduce(tl.reshape(bit, [PAD_Q, PAD_N]), 1, either)  # of each query, [PAD_Q]
+    words = tl.reduce(tl.reshape(bit, [PAD_Q, PAD_N]), 1, either)  # bitmap of each query, [PAD_Q]
     block = tl.arange(0, WORD)
     named_by = ((words[None, :] >> block[:, None].to(word_type)) & 1).to(tl.int32)
     query_mask = tl.sum(named_by << tl.arange(0, PAD_Q)[None, :], 1)
@@ -50,15 +50,15 @@ def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WOR
 
 @triton.jit
 def blocks_by_sort(named, present, e, PAD_Q: tl.constexpr, PAD_N: tl.constexpr):
-    """Results of ``blocks_by_word`` by a sort, ``[PAD_Q * PAD_N]``; valid where the last is true.
+    """Results of ``blocks_by_word`` by sorting, ``[PAD_Q * PAD_N]``; valid where the last is true.
 
-    ``e`` are the numbers of the slots.
+    ``e`` are the slot indices.
     """
     SIZE: tl.constexpr = PAD_Q * PAD_N
     NONE: tl.constexpr = 0x7FFFFFFF // SIZE
     ranked = tl.sort(tl.where(present, named.to(tl.int32), NONE) * SIZE + e)
     block = ranked // SIZE
-    # Block and query: the same in neighbours where a query names a block again.
+    # (block, query): equal to the neighbor's if a query selects a block twice.
     pair = ranked // PAD_N
     before = tl.gather(pair, tl.maximum(e - 1, 0), 0)
     counts_here = (block < NONE) & ((e == 0) | (pair != before))
@@ -67,7 +67,7 @@ def blocks_by_sort(named, present, e, PAD_Q: tl.constexpr, PAD_N: tl.constexpr):
     after = tl.gather(block, tl.minimum(e + 1, SIZE - 1), 0)
     last = (block < NONE) & ((e == SIZE - 1) | (block != after))
     total = tl.cumsum(bit, 0)
-    # Sums never fall, so the greatest start so far is that of the slot's own block.
+    # Sums never decrease, so the running maximum of starts belongs to the slot's own block.
     query_mask = total - tl.associative_scan(tl.where(first, total - bit, 0), 0, larger)
     return block, query_mask.to(tl.int32), last
 
@@ -95,14 +95,13 @@ def list_kernel(
     COUNTED: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """Lists of the tiles, see ``Lists``. A block that a query names more than once counts once.
+    """Build the lists of the tiles, see ``Lists``. Duplicate blocks of a query count once.
 
-    Program (i, h) owns the i-th tile of ``ROWS`` rows, queries by ``G`` heads of KV head h, and
-    finds the at most ``LIST_LEN`` blocks that its queries selected: by sorting them or, where no
-    sequence has more than ``WORD`` blocks, by the bits of a word, with far fewer instructions. To
-    ``tile_stats_ptr``, unless it is None, are added the blocks of the list, and 1 for the tile:
-    whole numbers, whose sum is the same in any order. If they are ``COUNTED`` already, lists are
-    made only where they are read.
+    Program (i, h) handles the i-th tile of ``ROWS`` rows (queries by ``G`` heads of KV head h) and
+    finds the blocks selected by its queries, at most ``LIST_LEN``: by sorting or, if no sequence
+    has more than ``WORD`` blocks, with bitmaps, which takes far fewer instructions. It adds the
+    length of the list and 1 (for the tile) to ``tile_stats_ptr`` unless it is None; integer sums do
+    not depend on the order. If they are ``COUNTED`` already, only lists that are read are built.
     """
     N: tl.constexpr = BLOCKS.N
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
@@ -136,7 +135,7 @@ def list_kernel(
         tl.store(block_ptr + out, block, mask=last)
         tl.store(mask_ptr + out, query_mask, mask=last)
         t_first = num_tokens - num_q + tile_q
-        # Two counts by one sum: a list has less than 2^16 blocks.
+        # One reduction for two counts: a list has less than 2^16 blocks.
         in_past = (last & (block < (t_first + 1) // BLOCK_SIZE)).to(tl.int32)
         remote = (last & (block < t_first // BLOCK_SIZE - 1)).to(tl.int32)
         counts = tl.sum(in_past + (remote << 16), 0)
@@ -173,11 +172,11 @@ def key_kernel(
     STEP: tl.constexpr,
     UNIQUE: tl.constexpr,
 ):
-    """Sort keys of the selections, and those of remote blocks alone, see ``InverseIndex``.
+    """Write sort keys of all selections and of remote blocks only, see ``InverseIndex``.
 
-    Program i owns the i-th tile of ``BLOCK_Q`` queries, ``STEP`` selections at a time. Unless
-    blocks are known to be ``UNIQUE``, a selection whose query named its block in a slot before is
-    absent.
+    Program i handles the i-th tile of ``BLOCK_Q`` queries, ``STEP`` selections at a time. Unless
+    blocks are known to be ``UNIQUE``, a selection is absent if an earlier slot of its query has the
+    same block.
     """
     sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
     if sequence < num_sequences:
@@ -211,9 +210,9 @@ def key_kernel(
 
 @triton.jit
 def first_at_least(sorted_ptr, x, length, steps):
-    """Index of the first of ``length`` ascending numbers that is at least x, for a tensor of x.
+    """Lower bound: index of the first of ``length`` ascending numbers that is >= x, elementwise.
 
-    By ``steps`` halvings.
+    Binary search with ``steps`` iterations.
     """
     low = tl.zeros(x.shape, tl.int32)
     high = low + length
@@ -244,9 +243,10 @@ def key_block_kernel(
 ):
     """First selection, number of selections and number of chunks of each key block.
 
-    Program i owns the i-th ``BLOCK`` pairs of segment and key block, see ``Chunks``. There are
-    ``segments``, in the index ``own_segments`` times as many. Chunks are written one place further
-    on, after a 0, so that their running sums are where the chunks of each key block begin.
+    Program i handles the i-th ``BLOCK`` pairs of segment and key block, see ``Chunks``. There are
+    ``segments`` segments, each made of ``own_segments`` segments of the index. Chunk
+    counts are stored one element later, after a 0, so that their cumulative sum is the first chunk
+    of each key block.
     """
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = number < segments * key_blocks
@@ -261,9 +261,9 @@ def key_block_kernel(
 
 @kernel(do_not_specialize=["num_key_blocks", "num_chunks", "steps"])
 def chunk_kernel(start_ptr, key_block_ptr, num_key_blocks, num_chunks, steps, BLOCK: tl.constexpr):
-    """The key block of each chunk: the last one that begins at the chunk or before it.
+    """Key block of each chunk: the last one that begins at or before the chunk.
 
-    Program i owns the i-th ``BLOCK`` chunks. Beyond the last chunk, any number.
+    Program i handles the i-th ``BLOCK`` chunks. Values after the last chunk are arbitrary.
     """
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key_block = first_at_least(start_ptr, number + 1, num_key_blocks + 1, steps) - 1

@@ -1,7 +1,7 @@
-"""Launchers of the kernels of the selected branch. No autograd, no checks of user input.
+"""Launchers of the kernels of the selected branch. No autograd, no input validation.
 
-What outlives a launcher is made before it, and what its two streams share before they fork
-(``nsa/ops/_side_stream.py``).
+Tensors that outlive a launcher are allocated before it, and tensors that both of its streams use
+are allocated before the fork (``nsa/ops/_side_stream.py``).
 """
 
 from __future__ import annotations
@@ -35,66 +35,66 @@ from nsa.ops.selected.index import (
 from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, selected_fwd_kernel
 from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
 
-# Partial results that are held for a query head at once, on average over all queries.
+# Average number of partial results per query head that are kept at once.
 HELD_SLOTS = 4
-# Partial results that need less than this, bytes, are held in one segment.
+# Partial results with fewer bytes than this are kept in one segment.
 SMALL = 1 << 26
-# Selections of a chunk: of the forward, of the backward, and of that with dQ where no sequence has
-# more than ``LONG`` tokens.
+# Selections per chunk: in the forward, in the backward, and in the backward with dQ if no sequence
+# has more than ``LONG`` tokens.
 FORWARD_CHUNK, BACKWARD_CHUNK, DQ_CHUNK = 256, 1024, 512
 LONG = 16_384
-# Without dQ chunks are smaller where they would be fewer: a GPU runs some 400 programs at once.
+# Chunks without dQ are smaller if there would be too few: a GPU runs about 400 programs at once.
 PROGRAMS, LEAST_CHUNK = 512, 128
-# Rows (queries by heads) of a step of delta, and the programs that share them.
+# Rows (queries by heads) per step of delta, and number of programs.
 DELTA_ROWS, DELTA_PROGRAMS = 32, 1024
-# Elements of the partial results that one step of a merge holds for a query head.
+# Elements of the partial results of a query head per step of a merge.
 MERGED = 1024
-# Elements of the chunks' dK that one step of their sum holds.
+# Elements of the chunks' dK per step of their sum.
 SUMMED = 4096
-# Rows (queries by heads) of a step of a merge, steps of a program, and its warps.
+# Rows (queries by heads) per step of a merge, steps per program, and warps.
 MERGE_ROWS = 2
 MERGE_STEPS = 8
 MERGE_WARPS = 1
 
 
 def is_always_tiled(inputs: SelectedInputs, call: Call) -> bool:
-    """Whether the tiled algorithm runs whatever the selection is."""
+    """Whether the tiled algorithm runs regardless of the selection."""
     group_size = inputs.q.shape[1] // inputs.k.shape[1]
     where = (call.sequences.len_q, call.sequences.len_k, call.config.block_size)
     return always_tiled(call.algorithm, group_size, inputs.block_indices.shape[-1], *where)
 
 
 def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
-    """Segments of the gathered algorithm, by shapes alone, so that sums never change order.
+    """Number of segments of the gathered algorithm, by shapes alone for a fixed summation order.
 
-    The partial results then need ``HELD_SLOTS * row_bytes`` a query at most (6 KiB for 12 heads of
-    64 elements of 2 bytes), or ``SMALL`` in all.
+    The partial results need at most ``HELD_SLOTS * row_bytes`` per query (6 KiB for 12 heads of 64
+    two-byte elements), or ``SMALL`` in total.
 
     Args:
-        num_rows: queries.
-        slots: partial results of each query head.
-        row_bytes: bytes of one partial result of all query heads.
+        num_rows: number of queries.
+        slots: partial results per query head.
+        row_bytes: bytes of one partial result over all query heads.
     """
     least = max(-(-slots // HELD_SLOTS), 1)
     return max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
 
 
 def tile_named(kernel: str, inputs: SelectedInputs, call: Call) -> Tile:
-    """Tile of a kernel that takes whole blocks or parts of one."""
+    """Tile of a kernel whose steps are whole blocks or parts of one block."""
     tile = tile_for(kernel, inputs.q, inputs.v)
     return tile._replace(keys=min(tile.keys, call.config.block_size))
 
 
 def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
-    """The tile with rows and keys that fit group and block, and how many of its rows are used.
+    """Adapt a tile's rows and keys to group and block size; also return its number of used rows.
 
-    Those of whole queries, unless that would leave more than an eighth of them out.
+    Tiles consist of whole queries, unless that would leave more than an eighth of the rows unused.
     """
     most = max(next_power_of_2(MAX_QUERIES * group_size), 16)
     rows = min(tile.rows, most)
     warps = max(1, tile.warps * rows // tile.rows)
     whole = min(rows // group_size, MAX_QUERIES) * group_size
-    # A limit of registers was measured with all rows.
+    # The register limit was measured with all rows.
     limit = tile.max_registers if rows == tile.rows else MOST_REGISTERS
     tile = tile._replace(
         rows=rows, warps=warps, keys=min(tile.keys, block_size), max_registers=limit
@@ -103,19 +103,19 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
 
 
 def chunk_size(num_selections: int) -> int:
-    """Entries of a chunk of the backward without dQ, by shapes alone: sums never change order."""
+    """Selections per chunk without dQ, by shapes alone for a fixed summation order."""
     return min(
         BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_selections // PROGRAMS, 1).bit_length() - 1))
     )
 
 
 def slots_of_step(slots: int, block: int) -> int:
-    """Slots that one step of a merge holds for a row of ``block`` elements."""
+    """Slots per step of a merge, for rows of ``block`` elements."""
     return max(1, min(next_power_of_2(slots), MERGED // block))
 
 
 def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None) -> dict[str, Any]:
-    """Strides, scale and sizes, as the kernels take them."""
+    """Strides, scale and sizes as kernel constants."""
     q, k, v, block_indices = inputs
     strides = {"stride_q": q.stride(), "stride_k": k.stride(), "stride_v": v.stride()}
     if dout is not None:
@@ -126,7 +126,7 @@ def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None)
 
 
 def fitted(kernel: str, inputs: SelectedInputs, call: Call) -> tuple[Tile, int]:
-    """Tile of a kernel of the tiled algorithm, and how many of its rows are used."""
+    """Tile of a kernel of the tiled algorithm, and its number of used rows."""
     q, k, v, _ = inputs
     group_size = q.shape[1] // k.shape[1]
     tile, used = tile_of(tile_for(kernel, q, v), group_size, call.config.block_size)
@@ -136,7 +136,7 @@ def fitted(kernel: str, inputs: SelectedInputs, call: Call) -> tuple[Tile, int]:
 def over_lists(
     kernel: Any, lists: Lists, tile: Tile, used: int, constants: dict[str, Any], **more: Any
 ) -> Launch:
-    """Launch of a kernel of the tiled algorithm: a program for each list."""
+    """Launch of a kernel of the tiled algorithm with one program per list."""
     num_kv_heads, num_lists, list_len = lists.block.shape
     constants = {**constants, **more, "TILE": tile, "ROWS": used, "LIST_LEN": list_len}
     return Launch(kernel, (num_lists, num_kv_heads), **constants, **tile.launch_options())
@@ -157,7 +157,7 @@ def merge_launch(
         kernel: the kernel.
         chunks: chunks of the segment.
         constants: see :func:`constants_of`.
-        slots: partial results of a row.
+        slots: partial results per row.
         parts: parts of a block.
         size: elements of a partial result.
         more: further constants.
@@ -180,7 +180,7 @@ def merge_launch(
 def selected_forward(
     inputs: SelectedInputs, call: Call, results: SelectedResults, *, unique: bool = False
 ) -> None:
-    """Fill the results, see :class:`SelectedResults`."""
+    """Write the results, see :class:`SelectedResults`."""
     q, k, v, block_indices = inputs
     if block_indices.numel() == 0:
         results.out.zero_()
@@ -219,7 +219,7 @@ def selected_forward(
 
 
 def new_gathered(inputs: SelectedInputs, call: Call, order: Tensor) -> tuple[InverseIndex, Chunks]:
-    """Memory for the inverse index of :func:`gather_forward` and its chunks; see ``new_index``."""
+    """Allocate the inverse index of :func:`gather_forward` and its chunks; see ``new_index``."""
     q, k, v, block_indices = inputs
     parts = call.config.block_size // tile_named("selected_gather_fwd", inputs, call).keys
     slots = block_indices.shape[-1] * parts
@@ -231,7 +231,7 @@ def new_gathered(inputs: SelectedInputs, call: Call, order: Tensor) -> tuple[Inv
 
 
 def check_slots(index: InverseIndex, num_heads: int, slots: int) -> None:
-    """The partial results of a segment can be numbered."""
+    """Check that the partial results of a segment can be indexed."""
     count = index.segment_rows * num_heads * slots
     check_numbers("selected_attention", "q", count, "partial results in a segment of queries")
 
@@ -244,7 +244,7 @@ def fill_index(
     unique: bool,
     sort: bool = True,
 ) -> None:
-    """Make an inverse index and its chunks: of the selection alone."""
+    """Fill an inverse index and its chunks; both depend only on the selection."""
     where = (inputs.block_indices, call.sequences, call.config.block_size)
     ranked = index.fill(*where, unique=unique, sort=sort)
     for some in chunks:
@@ -259,9 +259,9 @@ def gather_forward(
     index: InverseIndex,
     chunks: Chunks,
 ) -> None:
-    """The gathered algorithm's share of :func:`selected_forward`, where selections scatter.
+    """Run the gathered part of :func:`selected_forward`, if selections scatter.
 
-    It merges what comes of remote blocks into the results.
+    It merges the partial results of remote blocks into the results.
     """
     q, k, v, block_indices = inputs
 
@@ -302,8 +302,8 @@ class BackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
     Attributes:
-        q, k, v, dout: as in the forward; with gates dout is the gradient of the gated sum.
-        lse: fp32 ``[T, Hq]`` of the branch; with gates that of the gated branch.
+        q, k, v, dout: as in the forward; with gates, dout is the gradient of the gated sum.
+        lse: fp32 ``[T, Hq]`` of the branch; with gates, that of the gated branch.
         delta: fp32 ``[T, Hq]``: row sums of out * dout.
     """
 
@@ -325,9 +325,10 @@ def selected_backward(
     *,
     unique: bool = False,
 ) -> None:
-    """Fill ``grads``: dq, dk, dv in the shapes of q, k, v, contiguous.
+    """Write ``grads``: dq, dk, dv in the shapes of q, k, v, contiguous.
 
-    ``results`` are the forward's. With gates dout is the gradient of the branches' gated sum.
+    ``results`` are those of the forward. With gates, dout is the gradient of the gated sum of the
+    branches.
     """
     (q, k, v, block_indices), (dq, *dkv) = inputs, grads
     if block_indices.numel() == 0:
@@ -347,8 +348,8 @@ def selected_backward(
         wait = streams.record()
         _tiled_query_gradient(read, inputs, call, results, tile_stats, dq, gated)
         wait()
-        # The device runs one of both ways, which share their sums; the other's kernels leave at
-        # once, at the same time.
+        # The device runs one of the two algorithms, which share buffers; the kernels of the other
+        # one, launched at the same time, exit immediately.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
         rows = most * call.config.block_size
         check_numbers("selected_attention", "k", rows, "rows of sums of dK and dV")
@@ -370,7 +371,7 @@ def _tiled_query_gradient(
     dq: Tensor,
     gated: Gated,
 ) -> None:
-    """dq where the tiled algorithm runs; in any case delta and the gated lse."""
+    """dq if the tiled algorithm runs; delta and the gated lse in any case."""
     q, k, v, dout, lse, delta = read
     where = call.sequences
     tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
@@ -406,7 +407,7 @@ def _tiled_query_gradient(
 def _plan_row_sums(inputs: SelectedInputs, call: Call, dout: Tensor) -> Launch:
     constants = constants_of(inputs, call)
     heads = constants["HEADS"]
-    # Masks of columns take registers.
+    # Column masks need registers.
     limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
     return Launch(
         selected_delta_kernel,
@@ -423,10 +424,10 @@ def _plan_row_sums(inputs: SelectedInputs, call: Call, dout: Tensor) -> Launch:
 def new_backward_index(
     inputs: SelectedInputs, call: Call, order: Tensor | None
 ) -> tuple[InverseIndex, Chunks, Chunks | None]:
-    """Memory for the inverse index of the backward, its chunks without dQ, and those with dQ.
+    """Allocate the inverse index of the backward and its chunks, without and with dQ.
 
-    ``order`` is the forward's, None where the tiled algorithm runs whatever the selection is; there
-    are no chunks with dQ then.
+    ``order`` is that of the forward, or None if the tiled algorithm runs regardless of the
+    selection; then there are no chunks with dQ.
     """
     q, k, _, block_indices = inputs
     slots, segments = block_indices.shape[-1], 1
@@ -456,9 +457,9 @@ def _gather_gradients(
     dq: Tensor | None,
     add: bool,
 ) -> None:
-    """Fill dk and dv and, if it is given, dq.
+    """Write dk and dv and, if given, dq.
 
-    With ``tile_stats`` only where selections scatter (dq) or do not (no dq).
+    With ``tile_stats`` only if selections scatter (with dq) or if they do not (without dq).
     """
     q, k, v, _ = inputs
     last = chunks.segments - 1
@@ -499,10 +500,10 @@ class _GatherPlan(NamedTuple):
     """Plan of :func:`_gather_gradients`.
 
     Attributes:
-        num_parts: partial results of dQ in a segment.
-        gather: the kernel of a segment's chunks.
-        reduce: the kernel that adds dK and dV of the chunks.
-        merge: the kernel that merges dQ.
+        num_parts: partial results of dQ per segment.
+        gather: kernel of a segment's chunks.
+        reduce: kernel that sums dK and dV of the chunks.
+        merge: kernel that merges dQ.
     """
 
     num_parts: int
@@ -530,7 +531,7 @@ def _plan_gather(
         BLOCK_K=block_k,
         BLOCK_C=max(1, SUMMED // (block_k * heads.BLOCK_D)),
         DQ=with_dq,
-        # Masks of columns take registers.
+        # Column masks need registers.
         num_warps=4 if (heads.D, heads.DV) == (heads.BLOCK_D, heads.BLOCK_DV) else 8,
     )
     merge = merge_launch(

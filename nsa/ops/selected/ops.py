@@ -1,4 +1,4 @@
-"""``nsa::selected_attention``, registered with PyTorch. Triton is loaded when it first runs."""
+"""``nsa::selected_attention``, registered with PyTorch. Triton is imported at the first launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.ops.selected.types import SelectedInputs, SelectedResults
 def run_selected_forward(
     inputs: SelectedInputs, call: Call, results: SelectedResults, *, unique: bool = False
 ) -> None:
-    """Fill the results; ``unique`` says that no query names a block twice."""
+    """Write the results; ``unique`` tells whether no query selects a block twice."""
     from nsa.ops.selected.launch import selected_forward
 
     name, selections = "selected_attention", inputs.block_indices.numel()
@@ -34,16 +34,17 @@ def run_selected_backward(
     gated: Gated | None = None,
     unique: bool = False,
 ) -> None:
-    """The backward.
+    """Run the backward.
 
     Args:
-        inputs: of the forward.
-        call: of the forward.
-        results: of the forward.
-        dout: gradient of out; with ``gated`` that of the branches' gated sum.
-        grads: where dq, dk and dv go, contiguous.
-        gated: the branch's part in the gated sum.
-        unique: whether no query names a block twice, as :func:`nsa.select_blocks` does not.
+        inputs: inputs of the forward.
+        call: non-tensor arguments of the forward.
+        results: results of the forward.
+        dout: gradient of out; with ``gated``, that of the gated sum of the branches.
+        grads: outputs for dq, dk and dv, contiguous.
+        gated: gates and gradients for the backward of the gated sum.
+        unique: whether no query selects a block twice, as in results of
+            :func:`nsa.select_blocks`.
     """
     from nsa.ops.selected.launch import selected_backward
 

@@ -1,14 +1,14 @@
-"""Selected branch, tiled: a tile of queries against every block that one of its queries selected.
+"""Selected branch, tiled algorithm: a query tile against all blocks that its queries selected.
 
-The loop visits the blocks of the tile's list, see ``index.py``. The query mask of each block says
-which queries selected it, and the rows of the others are masked: for them the step changes nothing,
-so a row's arithmetic does not depend on what its neighbours selected. Blocks wholly in the past
-need no causal test; a block that reaches past the sequence is the last of the list and is handled
-apart.
+The loop visits the blocks in the tile's list, see ``index.py``. The query mask of a block tells
+which queries selected it, and the rows of the others are masked: the step does not change them, so
+a row's arithmetic does not depend on the selections of its neighbors. Blocks fully in the past need
+no causal test; a block that reaches past the sequence is the last of the list and has a loop of its
+own.
 
-Where selections scatter, most blocks of a list are wanted by one query each, and ``gathered.py``
-works on those. What stays here are a query's *local* blocks, which neighbours share: the first of
-its sequence, its own and the one before. All others are *remote*.
+If selections scatter, most blocks of a list are selected by one query each and are handled by
+``gathered.py``. This kernel then handles only a query's *local* blocks, which neighbors share: the
+first of its sequence, its own and the one before. All others are *remote*.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -39,15 +39,15 @@ from nsa.ops.selected.index_kernels import selections_scatter
 
 
 class TileList(NamedTuple):
-    """The list of one tile; a *step* is a part of a block, of as many keys as the kernel takes.
+    """List of one tile; a *step* is a part of a block with as many keys as a key tile.
 
     Attributes:
         block_ptr: the blocks, ascending.
-        mask_ptr: the query mask of each.
-        count_ptr: where the counts lie, see ``Lists``.
-        past: steps that lie wholly in the past of every query.
-        inside: steps that lie wholly inside the sequence.
-        end: all steps.
+        mask_ptr: query mask of each block.
+        count_ptr: the counts, see ``Lists``.
+        past: number of steps fully in the past of every query.
+        inside: number of steps fully inside the sequence.
+        end: number of steps.
     """
 
     block_ptr: Any
@@ -60,7 +60,7 @@ class TileList(NamedTuple):
 
 @triton.jit
 def find_list(lists, head_kv, number, num_lists, LIST_LEN: tl.constexpr, STEPS: tl.constexpr):
-    """The list of the number-th tile of a KV head, see ``TileList``; ``STEPS`` of each block."""
+    """List of the number-th tile of a KV head, see ``TileList``; ``STEPS`` steps per block."""
     block_ptr, mask_ptr, count_ptr = lists
     index = head_kv.to(tl.int64) * num_lists + number
     block_ptr += index * LIST_LEN
@@ -76,8 +76,8 @@ def find_list(lists, head_kv, number, num_lists, LIST_LEN: tl.constexpr, STEPS: 
 def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
     """Block and query mask of step i of a list.
 
-    They are loaded a step ahead: a block's number is needed before its keys can be. The last of the
-    ``skipped`` blocks stands for the first.
+    They are loaded one step ahead, because a block's index is needed before its keys. The last of
+    the ``skipped`` blocks is replaced by the first block.
     """
     at = tl.minimum(i, tile_list.end - 1) // STEPS
     at = tl.where(at < skipped, 0, at)
@@ -86,7 +86,7 @@ def list_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
-    """First step of a list, see ``list_step``; any values for an empty list."""
+    """First step of a list, see ``list_step``; arbitrary values for an empty list."""
     block, query_mask = 0, 0
     if tile_list.end > 0:
         block, query_mask = list_step(tile_list, i, skipped, STEPS)
@@ -95,15 +95,15 @@ def first_step(tile_list, i, skipped, STEPS: tl.constexpr):
 
 @triton.jit
 def selects(query_mask, bit):
-    """Whether the query of each row, with this bit in the mask ``[BLOCK_M]``, selected a block."""
+    """Whether the query of each row selected the block; ``bit`` ``[BLOCK_M]`` is its mask bit."""
     return ((query_mask >> bit) & 1) != 0
 
 
 @triton.jit
 def hide_keys(x, selected, t, n, causal, hidden):
-    """``x [BLOCK_M, BLOCK_N]``, and ``hidden`` in rows that are not ``selected``.
+    """``x [BLOCK_M, BLOCK_N]`` with ``hidden`` in rows that are not ``selected``.
 
-    If ``causal``, also where the key is after the query.
+    If ``causal``, keys after the query are hidden, too.
     """
     x = tl.where(selected[:, None], x, hidden)
     if causal:
@@ -136,10 +136,10 @@ def selected_fwd_kernel(
     ROWS: tl.constexpr,
     LIST_LEN: tl.constexpr,
 ):
-    """out ``[T, Hq, Dv]`` and lse ``[T, Hq]``; where selections scatter, over local blocks alone.
+    """Write out ``[T, Hq, Dv]`` and lse ``[T, Hq]``; over local blocks only if selections scatter.
 
-    Program (i, h) owns the i-th tile of ``ROWS`` rows from the end, queries by query heads of KV
-    head h, and loops over the blocks of its list, of at most ``LIST_LEN``.
+    Program (i, h) computes the i-th tile of ``ROWS`` rows from the end (queries by query heads of
+    KV head h), in a loop over the blocks of its list, at most ``LIST_LEN``.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -174,7 +174,7 @@ def selected_fwd_kernel(
                     if tl.load(tile_list.block_ptr) == 0:
                         begin -= STEPS
         next_block, next_mask = first_step(tile_list, begin, skipped, STEPS)
-        # Steps inside the sequence, and those of the block that reaches past it.
+        # Steps inside the sequence, and steps of the block that reaches past it.
         bounds = (begin, tile_list.inside, tile_list.end)
         for past_end in tl.static_range(2):
             for i in tl.range(
@@ -182,16 +182,17 @@ def selected_fwd_kernel(
             ):
                 n, query_mask = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, skipped, STEPS)
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 selected = selects(query_mask, rows.bit)
                 if local is not None:
                     selected = selected & ((n >= local) | (n < BLOCK_SIZE))
                 causal = True if past_end else i >= tile_list.past
                 s = hide_keys(s, selected, rows.t, n, causal, -float("inf"))
                 row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
         out_row = rows.token * HEADS.HQ + rows.head
         store_rows(out_ptr, out_row, rows.ok, DV, out, DV, BLOCK_DV)
@@ -229,10 +230,10 @@ def selected_dq_kernel(
     LIST_LEN: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dQ ``[T, Hq, D]``, added to what is there if ``ADD``; nothing where selections scatter.
+    """Write dQ ``[T, Hq, D]``, accumulated if ``ADD``; does nothing if selections scatter.
 
-    Programs own the tiles of the forward. Writes what the kernels after it read, ``[T, Hq]`` each:
-    delta and, with gates, the gated lse, see ``load_statistics``.
+    Programs compute the tiles of the forward. It also writes delta and, with gates, the gated lse,
+    ``[T, Hq]`` each, for later kernels; see ``load_statistics``.
     """
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
@@ -272,11 +273,12 @@ def selected_dq_kernel(
             ):
                 n, query_mask = next_block * BLOCKS.SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, 0, STEPS)
-                # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+                # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
                 k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
                 v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
+                # Probabilities, recomputed from lse.
                 p = tl.exp2(s * scale - lse[:, None])
                 causal = True if past_end else i >= tile_list.past
                 p = hide_keys(p, selects(query_mask, rows.bit), rows.t, n, causal, 0.0)
@@ -304,9 +306,9 @@ def selected_delta_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write what ``selected_dq_kernel`` writes besides dQ, if selections scatter.
+    """Write the outputs of ``selected_dq_kernel`` other than dQ, if selections scatter.
 
-    Each program takes every num_programs-th tile of ``BLOCK_R`` rows, queries by heads.
+    Each program handles every num_programs-th tile of ``BLOCK_R`` rows (queries by heads).
     """
     if not selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         return

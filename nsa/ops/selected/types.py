@@ -1,6 +1,6 @@
-"""Inputs, results and algorithms of the selected branch.
+"""Inputs, results and algorithm choice of the selected branch.
 
-Nothing here needs Triton: shapes of outputs depend on the algorithm.
+Independent of Triton, because the shapes of outputs depend on the algorithm.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from nsa.ops._layout import rows
 
 ALGORITHMS = ("auto", "tiled", "gathered")
 
-# Queries of a tile: as many as a query mask has bits.
+# Queries per tile: the number of bits of a query mask.
 MAX_QUERIES = 32
-# Selections scatter when the list of a tile holds on average more than so many times n blocks.
+# Selections scatter if the mean list length of a tile exceeds this multiple of n.
 SCATTER_THRESHOLD = 2.75
 
 
 def queries_of_tile(group_size: int) -> int:
-    """Whole queries of a tile of 64 rows, each of ``group_size`` heads."""
+    """Number of whole queries, of ``group_size`` heads each, in a tile of 64 rows."""
     return min(max(64 // group_size, 1), MAX_QUERIES)
 
 
 def always_tiled(
     algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int
 ) -> bool:
-    """Whether the tiled algorithm runs whatever the selection is.
+    """Whether the tiled algorithm runs regardless of the selection.
 
     Args:
-        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled where lists are short by the shapes
-            alone, and otherwise what suits the selection, decided on the device.
-        group_size: query heads of a KV head.
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled if the shapes bound the lists to be
+            short, otherwise chosen on the device by the selection.
+        group_size: query heads per KV head.
         n: slots of a query.
-        len_q: at least the longest sequence in queries.
-        len_k: the same in key tokens.
+        len_q: upper bound on the query lengths.
+        len_k: upper bound on the key lengths, in tokens.
         block_size: tokens of a block.
     """
     queries = queries_of_tile(group_size)
     blocks = -(-len_k // block_size)
-    # Queries of all positions see half of the blocks on average.
+    # Averaged over all positions, queries see half of the blocks.
     longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
     return algorithm == "tiled" or (algorithm == "auto" and longest <= SCATTER_THRESHOLD * n)
 
@@ -49,7 +49,7 @@ def always_tiled(
 class SelectedInputs(NamedTuple):
     """Queries ``[T, Hq, D]``, keys ``[S, Hkv, D]``, values ``[S, Hkv, Dv]`` and selected blocks.
 
-    The last are ``[T, Hkv, n]``.
+    ``block_indices`` are ``[T, Hkv, n]``.
     """
 
     q: Tensor
@@ -69,12 +69,11 @@ class SelectedResults(NamedTuple):
     Attributes:
         out: ``[T, Hq, Dv]``.
         lse: fp32 ``[T, Hq]``.
-        order: int32 ``[T * Hkv * n]`` of the inverse index, or empty where the algorithm is tiled.
-            Lengths of sequences decide too whether it is read, but not its shape: what is compiled
-            for one length serves all.
-        tile_stats: int64 ``[2]``: blocks of the tiles' lists and their number, 0 at first. With the
-            gathered algorithm they are 1 and 0 from the start and stay so: selections count as
-            scattered.
+        order: int32 ``[T * Hkv * n]`` of the inverse index, or empty if the algorithm is ``tiled``.
+            Sequence lengths also determine whether it is read, but not its shape, so that code
+            compiled for one length works for all.
+        tile_stats: int64 ``[2]``: total list length and number of tiles, initially 0. With the
+            gathered algorithm they are constant 1 and 0: selections always count as scattered.
     """
 
     out: Tensor
@@ -84,7 +83,7 @@ class SelectedResults(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, v: Tensor, block_indices: Tensor, algorithm: str) -> SelectedResults:
-        """Memory for the results; only shapes and devices are read."""
+        """Allocate the results; only shapes and devices are read."""
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         count = 0 if algorithm == "tiled" else block_indices.numel()

@@ -34,23 +34,22 @@ def select_blocks(
 ) -> Tensor:
     """Select n blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
 
-    The compressed branch's probabilities, spread over the tokens that compression and selection
-    blocks share and summed over the heads of a group, rank the blocks ``0 .. t // l'``. The first
-    ``num_init_blocks`` and the last ``num_local_blocks`` of them are always selected. All query
-    heads of a group share the selection; no gradient flows through it.
+    Blocks ``0 .. t // l'`` are ranked by the probabilities of the compressed branch, distributed
+    over the tokens that compression and selection blocks share and summed over the heads of a
+    group. The first ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. All
+    query heads of a group share the selection; it has no gradient.
 
     Args:
-        q: the queries that the compressed branch used, packed ``[T, Hq, D]`` or dense ``[B, T, Hq,
-            D]``.
+        q: the queries of the compressed branch, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
         k_cmp: compressed, rotated keys ``[C, Hkv, D]``.
-        lse: of :func:`nsa.compressed_attention` over the same ``q`` and ``k_cmp``, ``[T, Hq]`` or
-            ``[B, T, Hq]``.
+        lse: result of :func:`nsa.compressed_attention` for the same ``q`` and ``k_cmp``,
+            ``[T, Hq]`` or ``[B, T, Hq]``.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
-        max_seqlen_q: at least the longest sequence in queries; for None see
+        max_seqlen_q: upper bound on the query lengths; for None see
             :func:`nsa.native_sparse_attention`.
-        max_seqlen_k: the same in key tokens.
+        max_seqlen_k: upper bound on the key lengths, in tokens.
         softmax_scale: factor on the scores; None means ``D ** -0.5``.
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -59,7 +58,7 @@ def select_blocks(
         ascending, unique, padded with -1 at the end.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit.
+        ValueError: shapes, dtypes or offsets do not match.
     """
     name = "select_blocks"
     backend = choose_backend(name, backend, q)
@@ -80,7 +79,7 @@ def select_blocks(
 @in_stage(SELECTION)
 @torch.no_grad()
 def run_select_blocks(inputs: SelectionInputs, call: Call, backend: str) -> Tensor:
-    """See :func:`select_blocks`; inputs are packed and checked, the backend is chosen."""
+    """See :func:`select_blocks`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
         blocks: Tensor = select_blocks_op(*inputs, *call.flat())
         return blocks

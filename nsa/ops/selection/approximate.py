@@ -1,4 +1,4 @@
-"""Selection with two stages (``two_stage.py``), fp8 scoring (``fp8.py``) or both."""
+"""Block selection with two stages (``two_stage.py``), fp8 scoring (``fp8.py``) or both."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
 
@@ -22,7 +22,7 @@ from nsa.ops.selection.two_stage import kept_columns
 def load_scaled_group(
     q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS: tl.constexpr
 ):
-    """``load_scaled_head`` of every head of a group."""
+    """Load every head of a group with ``load_scaled_head``."""
     G: tl.constexpr = HEADS.G
     heads = ()
     for h in tl.static_range(G):
@@ -63,10 +63,10 @@ def select_approximate_kernel(
     FACTOR: tl.constexpr,
     NUM_COARSE: tl.constexpr,
 ):
-    """Selected blocks, int32 ``[T, Hkv, n]``; programs own what those of ``select_kernel`` do.
+    """Write the selected blocks, int32 ``[T, Hkv, n]``; same program grid as ``select_kernel``.
 
-    ``coarse_ptr``: int32 ``[T, Hkv, NUM_COARSE]``, coarse blocks that the first stage kept, each of
-    ``FACTOR`` blocks; ``FACTOR`` 0: one stage.
+    ``coarse_ptr``: int32 ``[T, Hkv, NUM_COARSE]``, coarse blocks kept by the first stage, of
+    ``FACTOR`` blocks each; one stage if ``FACTOR`` is 0.
     """
     G: tl.constexpr = HEADS.G
     HKV: tl.constexpr = HEADS.HQ // G

@@ -1,6 +1,6 @@
-"""Pieces of ``approximate.py``: queries and compressed keys in e4m3, one scale for each row.
+"""Functions for ``approximate.py``: queries and compressed keys in e4m3 with one scale per row.
 
-Scales are fp32, ``[T, Hq]`` of the queries and ``[C, Hkv]`` of the keys; None leaves them out.
+Scales are fp32, ``[T, Hq]`` for queries and ``[C, Hkv]`` for keys; None disables them.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -15,7 +15,7 @@ from nsa.ops.selection.kernels import load_head
 def load_scaled_head(
     q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.constexpr
 ):
-    """``load_head``, and the scales of the queries ``[BLOCK_Q]`` (without scales lse, unused)."""
+    """``load_head``, plus the query scales ``[BLOCK_Q]`` (an unused copy of lse without scales)."""
     q, lse = load_head(q_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS)
     q_scale = lse
     if q_scale_ptr is not None:
@@ -36,7 +36,7 @@ def load_key_scales(k_scale_ptr, queries, key, head_kv, HKV: tl.constexpr):
 
 @triton.jit
 def scaled_probabilities(head, k, k_scale, scale, SCALED: tl.constexpr):
-    """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 for one head of ``load_scaled_head``."""
+    """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 of one head from ``load_scaled_head``."""
     q, lse, q_scale = head
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SCALED:

@@ -1,12 +1,12 @@
-"""Scores of selection blocks and the best n in one pass: no buffer over queries by keys or blocks.
+"""Selection-block scores and top n in one pass, without a queries-by-keys buffer.
 
-The heads of a group are visited one after the other and their probabilities added into one tile
-over the compressed keys of a step's blocks, so the sum over the group (Eq. 10) costs nothing and G
-needs no padding. The stencil of Eq. 9 is applied once to the sum: a compression block gives
+The heads of a group are processed one by one, and their probabilities are accumulated in one tile
+over the compressed keys of a step, so the sum over the group (Eq. 10) costs nothing and G needs no
+padding. The stencil of Eq. 9 is applied once to the sum: a compression block contributes
 ``min(O, R - m)`` of its overlap to the selection block that it starts in and ``max(m + O - R, 0)``
-to the next one, where ``O = l / d``, ``R = l' / d`` and m is its place in the block. The best n so
-far are kept sorted as int64 keys, score above inverted id, so that ties go to the lower id; those
-of a step are found by a bitonic top-k and merged.
+to the next one, where ``O = l / d``, ``R = l' / d`` and m is its index in the block. The current
+best n are kept sorted as int64 keys with the score in the high and the inverted id in the low bits,
+so that ties go to the lower id; those of a step are found by a bitonic top-k and merged.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -24,14 +24,14 @@ INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 class Scoring(NamedTuple):
-    """Sizes of the pattern, constants that kernels are compiled for.
+    """Sizes of the sparse pattern, as compile-time constants.
 
     Attributes:
         L: tokens of a compression block.
-        STRIDE: tokens from one compression block to the next.
+        STRIDE: compression stride, in tokens.
         BLOCK_SIZE: tokens of a selection block.
-        N: blocks that a query selects.
-        BLOCK_N: the same, a power of two.
+        N: selected blocks per query.
+        BLOCK_N: N padded to a power of two.
     """
 
     L: int
@@ -46,12 +46,12 @@ class QueryBlock(NamedTuple):
 
     Attributes:
         token: int64, packed row.
-        ok: whether there is such a query.
+        ok: whether the query exists.
         t: position in the sequence.
-        current: selection block of the query itself.
-        visible: compressed keys that the query sees.
+        current: selection block that contains the query.
+        visible: number of compressed keys visible to the query.
         t_first, t_last: scalars, positions of the first and the last query.
-        first_key, num_keys: scalars, the compressed keys of the sequence.
+        first_key, num_keys: scalars, first row and number of compressed keys of the sequence.
     """
 
     token: Any
@@ -95,7 +95,7 @@ def query_block(
 
 @triton.jit
 def load_head(q_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.constexpr):
-    """Queries ``[BLOCK_Q, BLOCK_D]`` of one head, and their lse ``[BLOCK_Q]``, base 2."""
+    """Load queries ``[BLOCK_Q, BLOCK_D]`` of one head and their lse ``[BLOCK_Q]``, base 2."""
     q_at = queries.token * stride_q[0] + head * stride_q[1]
     q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D, True)
     at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
@@ -104,7 +104,7 @@ def load_head(q_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.const
 
 @triton.jit
 def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
-    """Compressed keys ``[BLOCK_C, BLOCK_D]`` of one head, by their numbers in the sequence."""
+    """Load compressed keys ``[BLOCK_C, BLOCK_D]`` of one head by their index in the sequence."""
     row = queries.first_key + key
     return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D, True)
 
@@ -120,9 +120,9 @@ def start_ranking(BLOCK_Q: tl.constexpr, SCORING: tl.constexpr):
 def block_scores(
     p, carry, jj, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, R: tl.constexpr, O: tl.constexpr
 ):
-    """Scores ``[BLOCK_Q, BLOCK_J]`` (Eq. 9) of probabilities ``[BLOCK_Q, BLOCK_J * R]``.
+    """Scores ``[BLOCK_Q, BLOCK_J]`` (Eq. 9) from probabilities ``[BLOCK_Q, BLOCK_J * R]``.
 
-    ``carry`` is what they give the next block.
+    ``carry`` is the contribution of the last block to the next step.
     """
     place = tl.arange(0, R)
     p = p.reshape(BLOCK_Q, BLOCK_J, R)
@@ -149,19 +149,20 @@ def rank_blocks(
     num_local,
     SCORING: tl.constexpr,
 ):
-    """Merge the blocks ``j0 + jj`` into the best so far.
+    """Merge the blocks ``j0 + jj`` into the current ranking.
 
     Args:
         p: probabilities ``[BLOCK_Q, BLOCK_J * R]`` of their compressed keys.
         carry: ``[BLOCK_Q]``, see ``block_scores``.
-        best: sorted int64 keys ``[BLOCK_Q, BLOCK_N]``, score above inverted id.
+        best: sorted int64 keys ``[BLOCK_Q, BLOCK_N]``, score in the high bits, inverted id in the
+            low bits.
         queries: see ``QueryBlock``.
-        key: the compressed keys.
+        key: indices of the compressed keys.
         j0: the first block.
         jj: ``0 .. BLOCK_J``.
-        kept: candidates ``[BLOCK_Q, BLOCK_J]`` besides the forced blocks; None: all.
-        num_init: forced first blocks.
-        num_local: forced recent blocks.
+        kept: candidates ``[BLOCK_Q, BLOCK_J]`` in addition to the forced blocks; None means all.
+        num_init: number of forced first blocks.
+        num_local: number of forced recent blocks.
         SCORING: sizes.
     """
     R: tl.constexpr = SCORING.BLOCK_SIZE // SCORING.STRIDE
@@ -183,7 +184,7 @@ def rank_blocks(
 
 @triton.jit
 def sorted_ids(best, selected):
-    """Ids of the selected blocks of each row, ascending, -1 behind them; see ``rank_blocks``."""
+    """Ids of each row's selected blocks, ascending, padded with -1; see ``rank_blocks``."""
     ids = tl.where(selected, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
     ids = tl.sort(ids, dim=1)
     return tl.where(ids == LAST_ID, -1, ids)
@@ -193,10 +194,10 @@ def sorted_ids(best, selected):
 def store_selection(
     out_ptr, best, queries, head_kv, HKV: tl.constexpr, SCORING: tl.constexpr, COUNTS: tl.constexpr
 ):
-    """Write the best blocks, ascending, -1 behind them.
+    """Store the best blocks, ascending, padded with -1.
 
-    ``COUNTS`` is flat, ``(length, n, length, n ..)``: a query at a position below length selects n
-    blocks; the first that fits.
+    ``COUNTS`` is a flat tuple ``(length, n, length, n ..)``: a query selects n blocks of the first
+    pair with position < length.
     """
     N: tl.constexpr = SCORING.N
     ROWS: tl.constexpr = len(COUNTS) // 2
@@ -211,7 +212,7 @@ def store_selection(
 
 @triton.jit
 def load_group(q_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS: tl.constexpr):
-    """``load_head`` of every head of a group."""
+    """Load every head of a group with ``load_head``."""
     G: tl.constexpr = HEADS.G
     heads = ()
     for h in tl.static_range(G):
@@ -222,7 +223,7 @@ def load_group(q_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS: tl.c
 
 @triton.jit
 def probabilities(head, k, scale):
-    """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 of compressed keys, for what ``load_head`` gave."""
+    """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 for compressed keys and a loaded head."""
     q, lse = head
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     return tl.exp2(s * scale - lse[:, None])
@@ -252,10 +253,10 @@ def select_kernel(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Selected blocks, int32 ``[T, Hkv, n]``.
+    """Write the selected blocks, int32 ``[T, Hkv, n]``.
 
-    Program (i, h) owns the i-th tile of queries from the end and KV head h, and walks over the
-    selection blocks, ``TILE.keys`` at a time.
+    Program (i, h) handles the i-th tile of queries from the end and KV head h, in a loop over
+    the selection blocks, ``TILE.keys`` at a time.
     """
     G: tl.constexpr = HEADS.G
     BLOCK_Q: tl.constexpr = TILE.rows

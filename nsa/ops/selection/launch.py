@@ -1,4 +1,4 @@
-"""Launchers of the kernels that select blocks. No autograd, no checks of user input."""
+"""Launchers of the block selection kernels. No autograd, no input validation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nsa.ops.selection.approximate import select_approximate_kernel
 from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import to_fp8
 
-# Compressed keys of a block where tiles were measured: 64 tokens, one key every 16.
+# Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
-# Shared memory for queries that stay on chip.
+# Limit on the shared memory for queries that stay on chip.
 KEPT_BYTES = 64 * 1024
 
 
@@ -29,12 +29,12 @@ class Selection:
 
     Attributes:
         block_size: tokens of a selection block.
-        num_blocks: n, the width of the indices.
-        num_init, num_local: forced first and most recent blocks.
-        counts: flat ``(length, n, length, n ..)``: a query at a position below length selects n
-            blocks; the first that fits.
+        num_blocks: n, the number of indices per query.
+        num_init, num_local: number of forced first and most recent blocks.
+        counts: flat tuple ``(length, n, length, n ..)``: a query selects n blocks of the first pair
+            with position < length.
         precision: ``exact`` or ``fp8``.
-        factor: selection blocks of a coarse block, in the second of two stages.
+        factor: selection blocks per coarse block, in the second of two stages.
     """
 
     block_size: int
@@ -47,7 +47,7 @@ class Selection:
 
     @classmethod
     def of(cls, config: NSAConfig) -> Selection:
-        """The selection of a pattern; with two stages the second."""
+        """Selection rules of a pattern; with two stages, those of the second."""
         width = config.coarse_block_size
         return cls(
             config.block_size,
@@ -61,18 +61,18 @@ class Selection:
 
     @classmethod
     def of_coarse(cls, config: NSAConfig) -> Selection:
-        """The first of two stages. It is cheap, and exact whatever the precision of the second."""
+        """Rules of the first of two stages, which is cheap and always exact."""
         assert config.coarse_block_size is not None
         return cls(config.coarse_block_size, config.num_coarse_blocks, *config.forced_coarse_blocks)
 
 
 def fitted(tile: Tile, selection: Selection, keys: KeyRange, two_stages: bool) -> Tile:
-    """The tile with as many blocks a step as are selected.
+    """Adapt the tile so that its blocks per step match the number of selected blocks.
 
-    Fewer queries, then more warps, keep the scores of a step in registers.
+    Fewer queries, and more warps, keep the scores of a step in registers.
     """
     step = max(tile.keys, next_power_of_2(selection.num_blocks))
-    # Scores of a query; a tile is made for USUAL_KEYS compressed keys a block.
+    # Scores per query; tiles are measured with USUAL_KEYS compressed keys per block.
     scores = step * -(-selection.block_size // keys.stride)
     if two_stages:
         scores *= 2  # the list of coarse blocks needs registers, too
@@ -92,10 +92,10 @@ def select_blocks_forward(
     selection: Selection,
     coarse: Tensor | None = None,
 ) -> None:
-    """Fill out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
+    """Write out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
 
-    With ``coarse`` int32 ``[T, Hkv, m]``, ascending, only blocks inside these coarse blocks of
-    ``selection.factor`` blocks each are candidates, and the forced ones.
+    With ``coarse``, int32 ``[T, Hkv, m]``, ascending, only the forced blocks and the blocks inside
+    these coarse blocks (of ``selection.factor`` blocks each) are candidates.
     """
     if q.shape[0] == 0:
         return
@@ -124,12 +124,12 @@ def select_blocks_forward(
 def constants_of(
     q: Tensor, k: Tensor, keys: KeyRange, softmax_scale: float, selection: Selection, tile: Tile
 ) -> dict[str, Any]:
-    """Constants and options of both kernels; ``q`` and ``k`` as the kernels read them."""
+    """Constants and launch options of both kernels; ``q`` and ``k`` in kernel layout."""
     _, num_heads, head_dim = q.shape
     group_size, block_d = num_heads // k.shape[1], block_of(head_dim)
     if selection.precision == "fp8":
-        block_d = max(block_d, 32)  # the smallest depth of an fp8 product
-    # All heads of a group at once fit on chip only while they are few.
+        block_d = max(block_d, 32)  # the smallest inner dimension of an fp8 matmul
+    # The queries of all heads of a group fit on chip only if they are few.
     if group_size * tile.rows * block_d * q.element_size() > KEPT_BYTES:
         tile = tile._replace(keep_queries=False)
     num_blocks, block_size = selection.num_blocks, selection.block_size

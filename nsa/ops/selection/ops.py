@@ -1,6 +1,6 @@
 """``nsa::select_blocks``, registered with PyTorch. It has no gradient.
 
-Triton is loaded when it first runs.
+Triton is imported at the first launch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from nsa.ops.selection.reference import SelectionInputs, coarse_keys
 
 
 def check_fp8(capability: tuple[int, int]) -> None:
-    """Scores in fp8 need a GPU that multiplies it."""
+    """Check that the GPU supports fp8 matmuls."""
     rule = "be exact on a GPU of compute capability below 8.9"
     got = f"fp8 on {capability[0]}.{capability[1]}"
     check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, got)
 
 
 def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
-    """Memory for the selected blocks, int32 ``[T, Hkv, n]``."""
+    """Allocate the selected blocks, int32 ``[T, Hkv, n]``."""
     return q.new_empty(q.shape[0], k.shape[1], num_blocks, dtype=torch.int32)
 
 
 def select_blocks_by_kernel(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
-    """Fill ``out``, see :func:`new_selection`."""
+    """Write the selection to ``out``, see :func:`new_selection`."""
     from nsa.ops.selection.launch import Selection, select_blocks_forward
 
     config, keys = call.config, KeyRange.of_blocks(call)

@@ -1,4 +1,4 @@
-"""Scores of selection blocks and selection of the best n (Eqs. 8 to 12): the specification."""
+"""Selection-block scores and top n selection (Eqs. 8 to 12): the specification."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SelectionInputs(NamedTuple):
 
 
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
-    """Weights of Eq. 9, ``overlap(i, j) / d``, by the offset ``i - j * l' / d``; zeros left out."""
+    """Nonzero weights of Eq. 9, ``overlap(i, j) / d``, by the offset ``i - j * l' / d``."""
     length = config.compress_block_size // config.compress_stride
     block = config.block_size // config.compress_stride
     return {
@@ -56,7 +56,7 @@ def block_scores(
 ) -> Tensor:
     """Importance of every selection block for every query, summed over the group (Eqs. 8, 9, 10).
 
-    The terms are added in a fixed order, heads before stencil taps, so that equal terms give equal
+    The summation order is fixed, heads before stencil taps, so that equal terms result in equal
     scores.
 
     Returns:
@@ -92,7 +92,7 @@ def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
 
 
 def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
-    """Queries or compressed keys ``[N, H, D]`` as ``score_precision`` rounds them."""
+    """Round queries or compressed keys ``[N, H, D]`` to ``score_precision``."""
     if config.score_precision == "exact":
         return x
     low, row_scale = to_fp8(x)
@@ -100,7 +100,7 @@ def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[..., D]`` in e4m3, and their scales fp32 ``[...]``; the largest value becomes 448."""
+    """Rows ``[..., D]`` in e4m3 and their fp32 scales ``[...]``; the row maximum maps to 448."""
     row_scale = x.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
     row_scale = torch.where(row_scale > 0, row_scale, 1.0)
     return (x.float() / row_scale[..., None]).to(torch.float8_e4m3fn), row_scale
@@ -129,12 +129,12 @@ def coarse_candidates(
     sequences: Sequences,
     softmax_scale: float,
 ) -> Tensor:
-    """First of two stages: coarse blocks that stay candidates, bool ``[T, Hkv, M_coarse]``.
+    """First of two stages: coarse blocks that remain candidates, bool ``[T, Hkv, M_coarse]``.
 
-    A coarse block scores ``sum over the group of exp(q . mean * scale - lse)`` with the mean of the
-    compressed keys that start in it. The ``forced_coarse_blocks`` stay; a query ranks only coarse
-    blocks of which it sees every compressed key. This stage is cheap and takes products as they
-    are, whatever ``score_precision`` says.
+    The score of a coarse block is ``sum over the group of exp(q . mean * scale - lse)`` with the
+    mean of the compressed keys that start in it. The ``forced_coarse_blocks`` always remain; a
+    query ranks only coarse blocks whose compressed keys are all visible. This stage is cheap and
+    does not round its inputs, whatever ``score_precision`` is.
     """
     assert config.coarse_block_size is not None
     num_coarse = -(-sequences.max_k // config.coarse_block_size)
@@ -155,7 +155,7 @@ def coarse_candidates(
 
 
 def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
-    """Scores of coarse blocks ``[T, Hkv, M_coarse]``; inf: stays in any case, -inf: future."""
+    """Scores of coarse blocks ``[T, Hkv, M_coarse]``; inf for forced, -inf for future blocks."""
     assert config.coarse_block_size is not None
     positions = positions[:, None, None]
     block = torch.arange(scores.shape[-1], device=scores.device)
@@ -171,7 +171,7 @@ def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tenso
 
 
 def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
-    """The best coarse blocks of :func:`ranked_coarse`, as many as may stay: bool of its shape."""
+    """Mask of the coarse blocks that remain, from :func:`ranked_coarse`, same shape."""
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_coarse_blocks]
     return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (
         ranked > -torch.inf
@@ -187,7 +187,7 @@ def choose_blocks(
         scores: ``[T, Hkv, M]``.
         positions: position of each query in its sequence, int64 ``[T]``.
         config: the sparse pattern.
-        coarse: of :func:`coarse_candidates`; None makes every block up to the query's own a
+        coarse: result of :func:`coarse_candidates`; None makes every block up to the query's own a
             candidate.
 
     Returns:
@@ -219,7 +219,7 @@ def choose_blocks(
 
 
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
-    """See :func:`nsa.select_blocks`; inputs are packed and checked."""
+    """See :func:`nsa.select_blocks`; inputs are packed and validated."""
     rest = (*inputs, call.config, call.sequences, call.softmax_scale)
     scores = block_scores(*rest)
     coarse = None if call.config.coarse_block_size is None else coarse_candidates(*rest)
@@ -235,11 +235,11 @@ def blocks_to_ranges(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """Turn selected blocks into merged token ranges.
+    """Convert selected blocks to merged token ranges.
 
     Args:
-        block_indices: integer ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any order; one that is there
-            more than once counts once; ids below 0 or above ``t // l'`` are absent.
+        block_indices: integer ``[T, Hkv, n]`` or ``[B, T, Hkv, n]``, any order. Duplicates count
+            once; ids below 0 or above ``t // l'`` are ignored.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
@@ -249,7 +249,7 @@ def blocks_to_ranges(
         the sequence, adjacent blocks merged, clamped to t + 1, ascending; unused ranges are -1.
 
     Raises:
-        ValueError: shapes or offsets do not fit.
+        ValueError: shapes or offsets do not match.
     """
     name = "blocks_to_ranges"
     check_block_indices(name, block_indices, config)
@@ -268,7 +268,7 @@ def blocks_to_ranges(
     present = ids < absent
     starts_range = present.clone()
     starts_range[..., 1:] &= ids[..., 1:] != ids[..., :-1] + 1
-    # range that each block belongs to
+    # index of the range that contains each block
     slot = torch.where(present, starts_range.cumsum(-1) - 1, ids.shape[-1])
     size = config.block_size
     start = torch.full((*ids.shape[:-1], ids.shape[-1] + 1), absent, device=ids.device)

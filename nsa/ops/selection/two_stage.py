@@ -1,8 +1,8 @@
-"""Pieces of ``approximate.py``: only blocks inside the coarse blocks that a query kept are scored.
+"""Functions for ``approximate.py``: only blocks inside each query's kept coarse blocks are scored.
 
 The first stage is ``select_kernel`` over the mean keys of coarse blocks. The second visits the
-steps in which some query of the tile kept a coarse block, and each step before such a one, whose
-last key reaches into it.
+steps in which any query of the tile kept a coarse block, and the step before each, because its last
+key overlaps the next step.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -24,20 +24,20 @@ def kept_columns(
     FACTOR: tl.constexpr,
     NUM_COARSE: tl.constexpr,
 ):
-    """Mask of the blocks ``j0 .. j0 + BLOCK_J`` that are in a coarse block that the query kept.
+    """Mask of the blocks ``j0 .. j0 + BLOCK_J`` that are inside a coarse block kept by the query.
 
     Args:
-        coarse_ptr: ascending list of each query ``[BLOCK_Q]``, ``NUM_COARSE`` coarse blocks long.
-        ok: whether there is such a query.
-        place: where each query is in its list.
-        block: the coarse block there.
+        coarse_ptr: sorted list of each query ``[BLOCK_Q]``, of ``NUM_COARSE`` coarse blocks.
+        ok: whether the query exists.
+        place: current index of each query in its list.
+        block: the coarse block at that index.
         j0: the first block.
-        BLOCK_J: blocks of a step.
-        FACTOR: blocks of a coarse block.
-        NUM_COARSE: coarse blocks that a query kept.
+        BLOCK_J: blocks per step.
+        FACTOR: blocks per coarse block.
+        NUM_COARSE: coarse blocks kept per query.
 
     Returns:
-        ``[BLOCK_Q, BLOCK_J]``; place and block, which move on as j0 does.
+        ``[BLOCK_Q, BLOCK_J]``, and the advanced place and block.
     """
     jj = tl.arange(0, BLOCK_J)
     kept = tl.zeros([ok.shape[0], BLOCK_J], tl.int1)

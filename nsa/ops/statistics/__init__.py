@@ -1,4 +1,4 @@
-"""Statistics of a layer's gates and selected blocks, added up on the device while it runs."""
+"""Statistics of a layer's gates and selected blocks, accumulated on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nsa.stages import TELEMETRY, in_stage
 if TYPE_CHECKING:
     from nsa.ops._triton.kernel import Launch
 
-# Gates and selected blocks of a tile, at most, and its queries, at least.
+# Maximum number of gates and selected blocks per tile, and minimum number of queries.
 TILE_GATES = 512
 TILE_BLOCKS = 512
 MIN_QUERIES = 8
@@ -48,12 +48,12 @@ def _add_statistics(
     columns: list[int],
     backend: str,
 ) -> None:
-    if gates.shape[0] == 0:  # A call without a token does not count.
+    if gates.shape[0] == 0:  # empty calls do not count
         return
     offsets = None if cu_q is None or cu_k is None else (cu_q, cu_k)
     sequences = Sequences(offsets, num_sequences, len_q, len_k, gates.device)
     if backend == "reference":
-        if statistics.device.type != "cpu" or statistics[AT.on]:  # Reading a CPU waits for nothing.
+        if statistics.device.type != "cpu" or statistics[AT.on]:  # no synchronization on a CPU
             given = (gates, block_indices, sequences, block_size, columns)
             add_statistics_reference(statistics, *given)
         return
@@ -103,8 +103,8 @@ def _fake(*_: object) -> None:
     return None
 
 
-# Opaque to compilers on both backends: what is switched off most of the time must not be fused
-# into what always runs.
+# Opaque to compilers on both backends, so that code that is usually disabled is not fused into code
+# that always runs.
 add_statistics_op = register(
     "add_statistics",
     "(Tensor(a!) statistics, Tensor gates, Tensor? block_indices, Tensor? tile_stats, "
@@ -129,22 +129,22 @@ def add_statistics(
     sequences: Sequences,
     backend: str,
 ) -> None:
-    """Add what one call of whole attention did, without waiting for the device.
+    """Accumulate the statistics of one attention call, without synchronizing.
 
     Args:
-        statistics: int64 ``[len(Statistics._fields)]`` of :func:`new_statistics`; its first element
-            switches.
+        statistics: int64 ``[len(Statistics._fields)]`` from :func:`new_statistics`; its first
+            element enables it.
         gates: ``[T, Hq, 3]``.
         block_indices: int32 ``[T, Hkv, n]``; None without the selected branch.
-        tile_stats: int64 ``[2]``, blocks in the lists of all tiles and number of tiles, by which
-            the algorithm of the selected branch was chosen; None if it was fixed to be tiled.
-        threshold: the gathered algorithm ran if the lists have more blocks than this on average.
+        tile_stats: int64 ``[2]``, total list length and number of tiles, which determined the
+            algorithm of the selected branch; None if it was always tiled.
+        threshold: the gathered algorithm ran if the mean list length exceeds this.
         config: the sparse pattern.
-        sequences: where the sequences lie.
+        sequences: the sequence layout.
         backend: ``reference`` or ``triton``.
 
     Raises:
-        ValueError: ``statistics`` has another shape or dtype, or lies on another device.
+        ValueError: ``statistics`` has another shape or dtype, or is on another device.
     """
     form = (torch.int64, (len(Statistics._fields),), gates.device)
     found = (statistics.dtype, tuple(statistics.shape), statistics.device)

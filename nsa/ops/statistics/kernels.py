@@ -17,7 +17,7 @@ UNIT = tl.constexpr(reference.UNIT)
 
 @triton.jit
 def add(pointer, x):
-    """Add an integer to a statistic; in any order the sum is the same."""
+    """Atomically add an integer to a statistic; the sum does not depend on the order."""
     tl.atomic_add(pointer, x, sem="relaxed")
 
 
@@ -33,7 +33,7 @@ def add_gates(
     HQ: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of the gates of ``count`` queries from ``first`` on, all heads."""
+    """Add the statistics of the gates of ``count`` queries from ``first`` on, all heads."""
     e = tl.arange(0, BLOCK)  # queries by heads
     ok = e < count * HQ
     at = gates_ptr + (first.to(tl.int64) * HQ + e) * 3
@@ -67,7 +67,7 @@ def add_selection(
     BLOCK_SIZE: tl.constexpr,
     PAD_N: tl.constexpr,
 ):
-    """Statistics of the blocks that the queries ``row`` ``[BLOCK_Q]`` of a sequence selected."""
+    """Add the statistics of the blocks selected by the queries ``row`` ``[BLOCK_Q]``."""
     slot = tl.arange(0, PAD_N)
     ok = (row < num_q)[:, None] & (slot < N)[None, :]  # [BLOCK_Q, PAD_N]
     t = (num_tokens - num_q + row)[:, None]
@@ -134,10 +134,10 @@ def add_statistics_kernel(
     PAD_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Add the statistics of one call if they are switched on.
+    """Add the statistics of one call if they are enabled.
 
-    Program i works on the i-th tile of ``BLOCK_Q`` queries with all their heads; program 0 also
-    counts the algorithm that ran. ``AT`` says where each statistic lies.
+    Program i handles the i-th tile of ``BLOCK_Q`` queries with all their heads; program 0 also
+    counts the algorithm that ran. ``AT`` contains the index of each statistic.
     """
     if tl.load(statistics_ptr + AT.on) != 0:
         number = tl.program_id(0)

@@ -13,24 +13,24 @@ from nsa.ops._sequences import Sequences
 
 
 class Statistics(NamedTuple):
-    """Index of each of a layer's statistics in their tensor.
+    """Index of each statistic in a layer's statistics tensor.
 
-    All are sums but the first and the last two. Shares and means are kept as integers, so that sums
-    are the same in any order.
+    All are sums except the first and the last two. Fractions and means are stored as integers, so
+    that sums do not depend on the order.
 
     Attributes:
-        on: a switch: nothing is added unless it is 1.
+        on: switch: nothing is added unless it is 1.
         gate_cmp, gate_slc, gate_win: gates, in units of 1 / ``UNIT``.
-        entropy: of the gates of a query and head, in the same unit; at most 1.
-        gates: queries by heads.
-        keys: keys that queries selected.
-        distance_2: twice the distance of these, in tokens.
-        selections: queries by KV heads with a selected block.
-        shared: selected blocks that the query before has selected too.
-        preceded_blocks: selected blocks of queries with a query before them.
-        tiled, gathered, reference: calls, by algorithm of the selected branch.
-        most_keys: largest number of keys of a query, among queries with n blocks of tokens.
-        large_less_fewest_keys: ``LARGE`` less the smallest number of keys of these.
+        entropy: entropy of the gates per query and head, in the same unit; at most 1.
+        gates: number of queries by heads.
+        keys: number of keys selected by queries.
+        distance_2: twice the distance of these keys, in tokens.
+        selections: number of queries by KV heads with a selected block.
+        shared: number of selected blocks that the previous query selected as well.
+        preceded_blocks: number of selected blocks of queries with a previous query.
+        tiled, gathered, reference: number of calls, by algorithm of the selected branch.
+        most_keys: maximum number of keys per query, among queries with n blocks of tokens.
+        large_less_fewest_keys: ``LARGE`` minus the minimum number of keys of these queries.
     """
 
     on: int
@@ -52,14 +52,14 @@ class Statistics(NamedTuple):
 
 
 AT = Statistics(*range(len(Statistics._fields)))
-# From here on statistics are maxima.
+# Statistics from this index on are maxima.
 MAXIMA = AT.most_keys
 LARGE = 2**40
 UNIT = 2**30
 
 
 def new_statistics(device: torch.device | str) -> Tensor:
-    """int64 ``[len(Statistics._fields)]``: all 0, and so switched off."""
+    """Allocate int64 ``[len(Statistics._fields)]``, all 0 and therefore disabled."""
     return torch.zeros(len(AT), dtype=torch.int64, device=device)
 
 
@@ -94,14 +94,14 @@ def add_statistics_reference(
 def _add_selection(
     found: Tensor, blocks: Tensor, row: Tensor, is_real: Tensor, position: Tensor, size: int
 ) -> None:
-    """Fill in what follows from the selected blocks ``[T, Hkv, n]``."""
+    """Compute the statistics of the selected blocks ``[T, Hkv, n]``."""
     row, is_real, position = (x[:, None, None] for x in (row, is_real, position))
     first = blocks * size
     selected = (blocks >= 0) & (first <= position) & is_real
     last = torch.minimum(first + size - 1, position)
     num_keys = torch.where(selected, last - first + 1, 0)
     shared = torch.zeros_like(selected)
-    # The slots of a query, one after another, against all slots of the query before.
+    # Compare each slot of a query with all slots of the previous query.
     for slot in range(blocks.shape[-1]):
         shared[1:] |= blocks[1:] == blocks[:-1, :, slot : slot + 1]
     preceded = selected & (row > 0)
