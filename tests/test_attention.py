@@ -32,6 +32,15 @@ def test_scale_and_length_hints(given):
     near(out, run_oracle(batch, inputs, scale=given.get("softmax_scale"))[0])
 
 
+@pytest.mark.parametrize("phi", ["linear", "mlp"])
+def test_keys_and_values_have_their_own_phi(phi):
+    """Head sizes are equal, so that exchanged parameters would fit."""
+    batch = make_batch(small(phi=phi, value_dim=16), (140, 9))
+    inputs = make(batch)
+    out = run(batch.config, inputs, Rope.from_config(batch.config), **batch.kwargs)
+    near(out, run_oracle(batch, inputs)[0])
+
+
 def test_without_rope():
     batch = make_batch(small(), *BATCHES["packed"])
     inputs = make(batch)
