@@ -129,7 +129,7 @@ class RunFolder:
         """
         folder = cls(Path(path))
         if not (folder.config.is_file() and folder.tokenizer.is_file()):
-            folder._restore()
+            folder._restore_from_checkpoint()
         if not folder.config.is_file():
             configs = folder.path.parent.glob("*/config.yaml")
             siblings = sorted(config.parent.name for config in configs)
@@ -141,8 +141,23 @@ class RunFolder:
             fail("run folder", argument, rule, path, hint)
         return folder
 
-    def _restore(self) -> None:
-        """Write a missing configuration or tokenizer from the newest checkpoint that has them."""
+    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
+        """Write the configuration and the tokenizer if they are missing, with a warning.
+
+        Args:
+            config: the configuration as JSON represents it.
+            tokenizer: text of ``tokenizer.json``; None if it is not known.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        # The configuration last: a folder that has it is complete.
+        for path, text in ((self.tokenizer, tokenizer), (self.config, yaml_text(config))):
+            if text is not None and not path.is_file():
+                replace_text(path, text)
+                logger.warning("%s was missing and has been restored", path)
+
+    def _restore_from_checkpoint(self) -> None:
         if not any(self.checkpoints.glob("step-*")):
             return  # without loading PyTorch
         from nsa.train.checkpoint import list_checkpoints, read_meta
@@ -150,11 +165,7 @@ class RunFolder:
         for path in reversed(list_checkpoints(self.checkpoints)):
             with suppress(UserError):  # damaged
                 meta = read_meta(path)
-                config = yaml_text(meta["config"])  # last: a folder that has it is complete
-                for target, text in ((self.tokenizer, meta["tokenizer"]), (self.config, config)):
-                    if text is not None and not target.is_file():
-                        replace_text(target, text)
-                        logger.warning("%s was missing; restored from a checkpoint", target)
+                self.restore(meta["config"], meta["tokenizer"])
                 return
 
     def holds_no_run(self) -> bool:

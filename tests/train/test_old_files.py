@@ -162,6 +162,6 @@ def test_a_checkpoint_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureF
     trainer.run()
     shutil.copytree(trainer.run_folder.checkpoints, alone / "checkpoints")
     assert cli.main(["generate", str(alone), "--prompt", "a", "--max-new-tokens", "2"]) == 0
-    assert "tokenizer.json was missing; restored from a checkpoint" in caplog.text
+    assert "tokenizer.json was missing and has been restored" in caplog.text
     assert RunFolder.open(alone).load_config() == trainer.config
     assert cli.main(["train", "--resume", str(alone), "--steps", "4"]) == 0
