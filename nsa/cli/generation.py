@@ -84,7 +84,7 @@ def generate(
     check(is_one, "generate", "--show-selection", "go with one prompt", len(prompts))
     check_output("generate", "--selection-png", picture)
 
-    # These import PyTorch; a mistyped path is answered without it.
+    # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.sampling import Sampling
     from nsa.train.watch.out_of_memory import explained
 

@@ -19,7 +19,7 @@ class Sampling:
 
     Attributes:
         repetition_penalty: divides the logits above 0, and multiplies those below, of tokens that
-            the prompt or the continuation holds already; 1 changes nothing (Keskar et al.,
+            the prompt or the continuation already contains; 1 changes nothing (Keskar et al.,
             arXiv:1909.05858, with the treatment of negative logits of `transformers`).
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draws among the k likeliest tokens; 0 means all.

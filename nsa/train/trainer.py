@@ -64,7 +64,7 @@ class TrainingStoppedError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         finished: whether all steps are done; otherwise the run was asked to stop.
@@ -348,7 +348,7 @@ class Trainer:
                 open_parts.enter_context(closing(part))
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
-            self._reports.report()  # a signal may have come between a step and its row
+            self._reports.report()  # a signal may arrive between a step and its row
             while progress.step < steps and not (stop := self._handle_requests()):
                 if not self._timed_step(ahead):
                     continue

@@ -29,7 +29,7 @@ Layer = Callable[..., Tensor]
 
 
 class Replicated:
-    """One process, or several that hold equal replicas and average their gradients.
+    """One process, or several that keep equal replicas and average their gradients.
 
     Every trainable parameter must take part in every backward pass.
 
@@ -123,7 +123,7 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Several processes that each hold a part of every weight, gradient and moment (FSDP2).
+    """Several processes that each store a shard of every weight, gradient and moment (FSDP2).
 
     A layer's weights are gathered before its forward pass and again before its backward pass, its
     gradients are averaged and scattered after it, while its neighbours compute. Embedding, last

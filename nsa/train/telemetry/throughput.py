@@ -100,7 +100,7 @@ class _TimedStep:
     Attributes:
         begin: before its first kernel.
         end: after its last kernel.
-        until: beginning of the next step; ``end`` if something else comes first.
+        until: beginning of the next step; ``end`` if something else happens first.
         host_ms: time that the host took to queue it.
         is_warm: whether it came after the first steps of the process.
     """

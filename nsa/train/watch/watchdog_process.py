@@ -62,7 +62,7 @@ class Process:
     def read_stacks(self) -> str:
         """Stacks of all threads; empty if the process cannot write them."""
         before = size_of(self.stacks)
-        # The second signal is answered even while C code holds the interpreter.
+        # The second signal is handled even while C code blocks the interpreter.
         for number in (signal.SIGUSR1, signal.SIGVTALRM):
             deadline = time.monotonic() + STACKS_WAIT_S
             if self.is_alive():
