@@ -256,7 +256,7 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
     from nsa.train.runs.inspection import heat_maps, selection_lines
     from nsa.train.runs.page import save_png
 
-    # The model reads the text once more, without the cache. The last drawn token has no selection.
+    # The model reads the text again, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]
     tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
     last = len(tokens) - 1

@@ -87,7 +87,7 @@ class Trainer:
     Args:
         config: the run.
         run_folder: output folder.
-        processes: this process among those of the run; None for a run of one process.
+        processes: this process and the other ranks of the run; None for a run of one process.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         init_from: checkpoint of another run, or a folder of ``nsa export``; the new run starts with
             its weights and tokenizer. None draws the weights.

@@ -1,4 +1,4 @@
-"""Packed batches of training sequences, and a thread that makes them ahead."""
+"""Packed batches of training sequences, and a thread that prefetches them."""
 
 from __future__ import annotations
 

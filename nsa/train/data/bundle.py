@@ -40,7 +40,7 @@ class DataBundle:
         train: sequences to train on.
         validation: sequences by which choices are made.
         test: sequences on which results are reported; None without a test split.
-        tokenizer: tokenizer of all of them.
+        tokenizer: tokenizer of all documents.
         description: description for the log and the run folder; plain JSON types.
     """
 

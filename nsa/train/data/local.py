@@ -273,7 +273,7 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
 
 def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     lines = (line for line in file if not line.isspace())
-    first = next(lines, "").removeprefix("\ufeff")  # it belongs to the file, not to a text
+    first = next(lines, "").removeprefix("\ufeff")  # part of the file, not of a text
     if first.lstrip().startswith("["):
         yield from json.loads(first + file.read())
     elif first:

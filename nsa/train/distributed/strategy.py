@@ -36,7 +36,7 @@ class Replicated:
     Args:
         loss: the model with its loss; changed in place where the strategy needs it.
         config: settings of the communication.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
         device: where this process computes.
         captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot
             communicate; gradients are then averaged after the last pass.
@@ -171,7 +171,7 @@ class Sharded(Replicated):
         return self._processes.sum(of_parts.double().square()).sqrt().float()
 
     def reshard(self) -> None:
-        """Shard the outermost unit again, which only a backward pass does by itself."""
+        """Shard the outermost unit again, which happens automatically only after a backward pass."""
         cast(FSDPModule, self.loss).reshard()
 
 
@@ -220,7 +220,7 @@ def distribute(
     Args:
         loss: the model with its loss on ``device``, its weights equal on all processes.
         config: strategy and its settings.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
         device: where this process computes.
         captured: whether backward passes are replayed from CUDA graphs.
 
