@@ -171,7 +171,7 @@ class Sharded(Replicated):
         return self._processes.sum(of_parts.double().square()).sqrt().float()
 
     def reshard(self) -> None:
-        """Shard the outermost unit again, which happens automatically only after a backward pass."""
+        """Shard the outermost unit again; only a backward pass does so automatically."""
         cast(FSDPModule, self.loss).reshard()
 
 

@@ -31,7 +31,7 @@ class _Captured:
 
 
 class Replay:
-    """Runs micro-batches from two graphs: the first micro-batch of a step writes gradients, later ones accumulate.
+    """Runs micro-batches from two graphs: the first writes gradients, the second adds.
 
     The first step runs without graphs and compiles. The graphs are captured in the second step, and
     again when a micro-batch of another shape begins a step, which is rare: the trainer pads

@@ -69,7 +69,7 @@ class Process:
                 os.kill(self.pid, number)
             while size_of(self.stacks) == before and time.monotonic() < deadline:
                 time.sleep(0.1)
-        time.sleep(0.3)  # for the other threads
+        time.sleep(0.3)  # for the remaining stacks
         return self.stacks.read_bytes()[before:].decode(errors="replace")
 
     def describe(self, beat: Beat, silent_s: float) -> str:
