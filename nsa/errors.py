@@ -1,4 +1,4 @@
-"""Errors of users, and the checks that raise them."""
+"""User errors, and the checks that raise them."""
 
 from __future__ import annotations
 

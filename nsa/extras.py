@@ -1,4 +1,4 @@
-"""Extras of the package: dependencies of some parts besides PyTorch and Triton."""
+"""Extras of the package: optional dependencies in addition to PyTorch and Triton."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class AppendedFile:
             size = file.seek(0, os.SEEK_END)
             left = memoryview(content)
             try:
-                while left:  # a disk that fills up takes a part before it refuses more
+                while left:  # a nearly full disk may write only a part
                     left = left[file.write(left) :]
             except OSError:
                 file.truncate(size)

@@ -189,10 +189,10 @@ def _updated_together(model: LMConfig) -> int:
 
 
 def _in_backward(config: TrainConfig) -> Counter[str]:
-    """Memory that one process holds all through the backward pass of the last micro-batch."""
+    """Memory of one process during the whole backward pass of the last micro-batch."""
     model, parallel, found = config.model, config.parallel, Counter[str]()
     inside, outside = _parameters(model)
-    # Gradients of earlier micro-batches, which FSDP holds whole, or those that a CUDA graph adds
+    # Gradients of earlier micro-batches, which FSDP keeps whole, or those that a CUDA graph adds
     # to.
     if config.accumulation > 1 or config.cuda_graphs:
         found[GRADIENTS] = 4 * (inside + outside)
@@ -217,7 +217,7 @@ def _activations(config: TrainConfig, layer: int) -> Counter[str]:
 
     Args:
         config: the run.
-        layer: index of the layer; the number of layers means the loss, which comes first.
+        layer: index of the layer; the number of layers means the loss, which is first.
     """
     model, tokens = config.model, config.micro_batch * config.seq_len
     found, logits = Counter[str](), 0  # bytes per token
@@ -286,7 +286,7 @@ def attention_backward_bytes(config: TrainConfig) -> int:
 
 
 def _is_masked_dense(config: TrainConfig) -> bool:
-    """Whether dense attention takes a mask, as it does for documents in fp32."""
+    """Whether dense attention uses a mask, as it does for documents in fp32."""
     dense = config.model.attention == "dense" and config.compute_dtype == "fp32"
     return dense and config.data.document_mask
 

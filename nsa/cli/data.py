@@ -113,7 +113,7 @@ class _Progress:
 
         progress, found, now = report.progress, report.found, time.monotonic()
         size = sum(progress["text_bytes"].values())
-        if self._begin is None:  # what was done before says nothing about the speed now
+        if self._begin is None:  # earlier work is no measure of the current speed
             self._begin = now, size, Pace()
             if found.skipped:
                 print(skipped_files(found.skipped), flush=True)

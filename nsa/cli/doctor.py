@@ -96,7 +96,7 @@ def _versions() -> Lines:
             yield f"{name} {found}"
         elif name == "triton" and sys.platform != "linux":
             yield f"no triton: there is none for {sys.platform}; operators run in eager PyTorch"
-        elif name in CORE:  # others belong to an extra
+        elif name in CORE:  # the rest are in an extra
             yield Problem(f"{name} is not installed. Install it with: pip install {name}")
     code = environment.code_version()
     changed = ", with changes" if code["dirty"] else ""

@@ -84,7 +84,7 @@ def generate(
     check(is_one, "generate", "--show-selection", "go with one prompt", len(prompts))
     check_output("generate", "--selection-png", picture)
 
-    # These import PyTorch; a mistyped path is answered without it.
+    # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.sampling import Sampling
     from nsa.train.watch.out_of_memory import explained
 
@@ -256,7 +256,7 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
     from nsa.train.runs.inspection import heat_maps, selection_lines
     from nsa.train.runs.page import save_png
 
-    # The model reads the text once more, without the cache. The last drawn token has no selection.
+    # The model reads the text again, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]
     tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
     last = len(tokens) - 1

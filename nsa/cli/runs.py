@@ -62,7 +62,7 @@ def evaluate(
     other = None if against is None else RunFolder.open(against, "--against")
     config = folder.load_config()
 
-    # These import PyTorch; a mistyped path is answered without it.
+    # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import evaluate_run
     from nsa.train.watch.out_of_memory import check_fits, explained

@@ -85,7 +85,7 @@ def train(
     alone = checkpoint is not None and init_from is None
     check(not alone, "train", "--checkpoint", "be given with --init-from only", checkpoint)
 
-    # These import PyTorch; mistakes in the words above are answered without it.
+    # These import PyTorch; mistakes in the arguments above are reported before that.
     from nsa.train.checkpoint import list_checkpoints
     from nsa.train.distributed.processes import join
     from nsa.train.execution.precision import choose_device

@@ -59,7 +59,7 @@ def evaluate(
         bytes of text that the targets spell; ``num_targets`` and ``num_bytes``.
 
     Raises:
-        ValueError: the batches hold no target.
+        ValueError: the batches contain no target.
     """
     device = loss.model.embedding.weight.device
     total = torch.zeros(3, dtype=torch.float64, device=device)  # nats, targets, bytes
@@ -177,7 +177,7 @@ def measure(
         compute_dtype: ``bf16`` or ``fp32``, as in training.
 
     Raises:
-        ValueError: the windows hold no target.
+        ValueError: the sequences contain no target.
     """
     model, device = loss.model, loss.model.embedding.weight.device
     documents, positions = (np.zeros((n, 3)) for n in (windows.num_documents, windows.seq_len))

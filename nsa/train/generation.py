@@ -57,7 +57,7 @@ class Speed:
 
 @dataclass
 class Generation(Iterator[list[bytes]]):
-    """Iterator over the steps of a generation; :func:`generate` makes it.
+    """Iterator over the steps of a generation, created by :func:`generate`.
 
     Each step yields the new bytes of each text, empty bytes for a text that has ended. A character
     may be spread over several steps.
@@ -168,7 +168,7 @@ def generate(
         tokenizer: tokenizer of the model.
         prompts: texts or tokens, at least one token each; their lengths may differ.
         max_new_tokens: tokens drawn for each prompt at most.
-        sampling: how tokens are drawn; None draws among all of them at temperature 1.
+        sampling: sampling settings; None draws among all tokens at temperature 1.
         stop: a continuation ends before the first stop string, no part of which is returned.
         seed: prompt i draws with seed ``seed + i``.
         compute_dtype: ``bf16`` or ``fp32``.

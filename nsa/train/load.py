@@ -1,7 +1,7 @@
 """Configuration from a YAML file and options of the command line, checked together.
 
 Options are merged into the tree of the file before the dataclasses are built, so that two values
-that are valid only together may come from different sources.
+that are valid only together may have different sources.
 """
 
 from __future__ import annotations

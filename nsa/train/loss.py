@@ -103,7 +103,7 @@ def cross_entropy_of_tokens(
 
 
 def _aligned(head: Tensor) -> Tensor:
-    """The output matrix, padded with zeros to a multiple of ``ROWS`` rows, in the product's dtype.
+    """Output matrix, padded with zeros to a multiple of ``ROWS`` rows, in the product's dtype.
 
     GPT-2 has 50,257 tokens: rows of so many logits are not aligned as the fast matrix
     products need them, and the three products take three times as long (H200, bf16).

@@ -64,7 +64,7 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
 
 
 class ModelOptimizer:
-    """The optimizers of a model; every trainable parameter belongs to exactly one.
+    """Optimizers of a model; every trainable parameter is in exactly one.
 
     The state of all parameters exists from the start, so that a checkpoint can be loaded into it
     and memory does not grow at the first step.

@@ -84,7 +84,7 @@ def load_initial(path: Path, model: LanguageModel) -> None:
 
 
 def _indexed(path: Path) -> list[str]:
-    """Return the files that an index names, which must lie in the same folder."""
+    """Return the files that an index names, which must be in the same folder."""
     found: Any = _json(path).get("weight_map")
     check(isinstance(found, dict), *_WHERE, f"hold a weight_map in {path.name}", found)
     for name in found.values():

@@ -47,7 +47,7 @@ class RepeatedPassages(TokenSource):
         return SplitWindows(self, seq_len, document_mask=False)
 
     def num_windows(self, seq_len: int) -> int:
-        """Number of windows that lie in one document."""
+        """Number of windows that are inside one document."""
         return len(self._windows)
 
     def window(self, seq_len: int, index: int) -> Ids:

@@ -59,7 +59,7 @@ class RunContext:
         run_folder: output folder.
         device: device of this process.
         strategy: DDP or FSDP2.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
         requests: requests to stop by signals and the halt file.
         startup: the clock of the start.
         on_row: called with each row of metrics after it was written.

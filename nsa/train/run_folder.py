@@ -30,7 +30,7 @@ class RunFolder:
         config: ``config.yaml``, the resolved configuration; never rewritten.
         environment: ``environment.json``, one entry under ``launches`` for the start and for each
             resumption.
-        metrics_jsonl: ``metrics.jsonl``, one row a line, appended as the run goes.
+        metrics_jsonl: ``metrics.jsonl``, one row a line, appended during the run.
         metrics_csv: ``metrics.csv``, the same rows with a header.
         tensorboard: ``tensorboard/``, event files.
         checkpoints: ``checkpoints/``.

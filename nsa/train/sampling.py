@@ -19,10 +19,10 @@ class Sampling:
 
     Attributes:
         repetition_penalty: divides the logits above 0, and multiplies those below, of tokens that
-            the prompt or the continuation holds already; 1 changes nothing (Keskar et al.,
+            the prompt or the continuation already contains; 1 changes nothing (Keskar et al.,
             arXiv:1909.05858, with the treatment of negative logits of `transformers`).
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draws among the k likeliest tokens; 0 means all.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: draws among the k most likely tokens; 0 means all.
         top_p: draws among the likeliest tokens that together reach this probability (Holtzman et
             al., arXiv:1904.09751).
         min_p: draws among the tokens that have at least this share of the likeliest one's
@@ -151,6 +151,6 @@ class StopStrings:
         return text, False
 
     def rest(self) -> bytes:
-        """The bytes withheld, which belong to the text if it ends here; once."""
+        """Return the withheld bytes, which are part of the text if it ends here; once."""
         rest, self._withheld = self._withheld, b""
         return rest

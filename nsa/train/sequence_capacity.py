@@ -29,7 +29,7 @@ class SequenceCapacity:
         config: the run; batches are padded only if it masks documents and compiles or captures.
         source: training text.
         progress: of the run; its capacity is raised to that of the index, and never lowered.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class TrainingStoppedError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         finished: whether all steps are done; otherwise the run was asked to stop.
@@ -87,7 +87,7 @@ class Trainer:
     Args:
         config: the run.
         run_folder: output folder.
-        processes: this process among those of the run; None for a run of one process.
+        processes: this process and the other ranks of the run; None for a run of one process.
         resume: continue from the newest checkpoint of ``run_folder`` instead of starting.
         init_from: checkpoint of another run, or a folder of ``nsa export``; the new run starts with
             its weights and tokenizer. None draws the weights.
@@ -348,7 +348,7 @@ class Trainer:
                 open_parts.enter_context(closing(part))
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
-            self._reports.report()  # a signal may have come between a step and its row
+            self._reports.report()  # a signal may arrive between a step and its row
             while progress.step < steps and not (stop := self._handle_requests()):
                 if not self._timed_step(ahead):
                     continue

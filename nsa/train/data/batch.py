@@ -1,4 +1,4 @@
-"""Packed batches of training sequences, and a thread that makes them ahead."""
+"""Packed batches of training sequences, and a thread that prefetches them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Batch:
         return replace(self, tokens=tokens, targets=targets, cu_seqlens=cu_seqlens)
 
     def without_targets(self) -> Batch:
-        """The same tokens without targets that count."""
+        """Batch of the same tokens in which no target counts."""
         targets = torch.full_like(self.targets, IGNORED_TARGET)
         return replace(self, targets=targets, num_bytes=0, num_targets=0)
 
@@ -72,7 +72,7 @@ class Batch:
         return self.cu_seqlens.shape[0] - 1
 
     def padded(self, num_sequences: int) -> Batch:
-        """The same batch with empty sequences at the end, ``num_sequences`` in all."""
+        """Pad the batch with empty sequences to ``num_sequences``."""
         more = num_sequences - self.num_sequences
         assert more >= 0, f"{self.num_sequences} sequences, at most {num_sequences} expected"
         empty = self.cu_seqlens.new_full((more,), self.tokens.shape[0])

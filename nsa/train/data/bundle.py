@@ -40,7 +40,7 @@ class DataBundle:
         train: sequences to train on.
         validation: sequences by which choices are made.
         test: sequences on which results are reported; None without a test split.
-        tokenizer: tokenizer of all of them.
+        tokenizer: tokenizer of all documents.
         description: description for the log and the run folder; plain JSON types.
     """
 
@@ -214,7 +214,7 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     if found.skipped:
         logger.warning("%s", skipped_files(found.skipped))
     origin = replace(origin, revision=found.revision)
-    # Files on this machine may lie elsewhere when the run is resumed.
+    # Local files may be in another place when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
     description = {
         "provenance": _provenance({**asdict(origin), "name": name, "licence": found.licence}),

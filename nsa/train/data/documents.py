@@ -344,7 +344,7 @@ def tokenise(
 def rows_of(texts: Sequence[bytes], fractions: Fractions, is_one: bool) -> list[tuple[Kind, bytes]]:
     """Kind of each text, see :class:`Row`.
 
-    If the data set is one text, the end of it is set aside, and the training text comes last.
+    If the data set is one text, the end of it is reserved, and the training text is last.
     """
     if is_one and texts[0]:
         split = split_documents([Document("text", texts[0])], *fractions)

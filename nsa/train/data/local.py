@@ -164,7 +164,7 @@ def _formats(origin: Origin, every: list[str]) -> dict[str, str]:
 
 
 def _of_split(names: list[str], kind: str, split: str) -> list[str]:
-    """Files of a split, if the names of all files with rows say to which one they belong.
+    """Files of a split, if the names of all files with rows identify their split.
 
     All files are training files unless each one names a split and some name ``train``.
     """
@@ -230,7 +230,7 @@ def _open(path: Path) -> Any:
 
 
 def _arrow(path: Path) -> Any:
-    """The module ``pyarrow``, which comes with ``datasets``."""
+    """The module ``pyarrow``, a dependency of ``datasets``."""
     rule, hint = "be text or JSON lines without the package pyarrow", install_command("data")
     is_there = find_spec("pyarrow") is not None
     check(is_there, "read_documents", "source", rule, path, f"Install with: {hint}")
@@ -273,7 +273,7 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
 
 def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     lines = (line for line in file if not line.isspace())
-    first = next(lines, "").removeprefix("\ufeff")  # it belongs to the file, not to a text
+    first = next(lines, "").removeprefix("\ufeff")  # part of the file, not of a text
     if first.lstrip().startswith("["):
         yield from json.loads(first + file.read())
     elif first:

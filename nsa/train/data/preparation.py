@@ -46,7 +46,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """What to prepare, and how.
+    """Settings of the preparation.
 
     Attributes:
         origin: the data set.
@@ -185,7 +185,7 @@ def _open(
     threads: int,
     time_limit_s: float,
 ) -> tuple[Report, Generator[Documents, None, None]]:
-    """Start a preparation, or go on with an interrupted one."""
+    """Start a preparation, or continue an interrupted one."""
     origin, shards, path = config.origin, dict[str, Any](), folder / TOKENIZER
     progress: dict[str, Any] = {
         "place": Place(),
@@ -255,7 +255,7 @@ def _write(report: Report, rows: list[Row]) -> bool:
 
 
 def _commit(report: Report) -> None:
-    """Write the shards first and then how far they go, so that the note is never ahead of them."""
+    """Write the shards first and then their progress, so that the record is never ahead of them."""
     state = {
         "request": asdict(report.config),
         "found": {"fingerprint": report.found.fingerprint, "revision": report.found.revision},
@@ -330,7 +330,7 @@ def _in_use(folder: Path) -> Iterator[None]:
             finally:
                 path.unlink()
                 with suppress(OSError):
-                    folder.rmdir()  # if nothing came of it
+                    folder.rmdir()  # if it is empty
     except BlockingIOError:
         fail("prepare", "--out", "be a folder that no other process prepares data in", folder)
     except OSError as error:

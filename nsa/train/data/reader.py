@@ -263,7 +263,7 @@ def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     datasets.disable_progress_bars()
     # The lock of its own, between processes, would outlive a process that is killed.
     datasets.utils.tqdm.set_lock(threading.RLock())
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception says the same
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception reports the same
     builder, found = _open_hub(origin)
     yield found
     config, split = builder.config, origin.split

@@ -209,7 +209,7 @@ class ShardSource(TextSource):
         self.token_bytes = folder.tokenizer.token_bytes
         dtype, shards = shard_dtype(len(self.token_bytes)), folder.index["sides"][side]["shards"]
         self._paths = [folder.path / shard["name"] for shard in shards]
-        # Slices of a memmap cost three times as much as those of an array.
+        # Slicing a memmap costs three times as much as slicing an array.
         arrays = (np.memmap(f"{path}.tokens", dtype=dtype, mode="r") for path in self._paths)
         self._shards = [array.view(np.ndarray) for array in arrays]
         *self._starts, self._end = itertools.accumulate(map(len, self._shards), initial=0)

@@ -1,4 +1,4 @@
-"""Token sources, whose training sequences are found by their number, and the order of these."""
+"""Token sources, whose training sequences are indexed by number, and the order of sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenSource:
         raise NotImplementedError
 
     def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
-        """Whether each of the targets counts: bool ``[seq_len]``, or None if all of them do."""
+        """Mask of the targets that count: bool ``[seq_len]``, or None if all targets count."""
         return None
 
     def most_sequences(self, seq_len: int, num_windows: int) -> int | None:

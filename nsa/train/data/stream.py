@@ -49,8 +49,8 @@ class StreamSource(TokenSource):
     Args:
         origin: data set to read.
         tokenizer: with a separator.
-        config: its ``fractions`` say which documents are left out, its ``time_limit_s`` when to
-            give up reading.
+        config: its ``fractions`` define which documents are left out, its ``time_limit_s`` when to
+            stop reading.
     """
 
     def __init__(self, origin: Origin, tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -81,7 +81,7 @@ class StreamSource(TokenSource):
         return np.concatenate(parts).astype(np.int64)
 
     def place(self, token: int) -> dict[str, int]:
-        """Place to start reading at so that a certain token comes next.
+        """Position to start reading at so that a given token is next.
 
         Args:
             token: its index in the stream, not before the latest sequence.

@@ -140,7 +140,7 @@ class Tokenizer:
         """Tokens of each text, ended by the separator; faster than a call for each.
 
         Raises:
-            ValueError: this tokenizer cannot give a text back byte for byte.
+            ValueError: this tokenizer cannot reproduce a text byte for byte.
         """
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ def read_launch() -> Launch:
     """The launch as torchrun and the shell describe it; without torchrun, a single process.
 
     Raises:
-        UserError: a variable that torchrun sets holds something else.
+        UserError: a variable that torchrun sets has another value.
     """
     environment = os.environ
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Processes:
-    """This process among those of the run. With one process no method communicates.
+    """This process and the other ranks of the run. With one process no method communicates.
 
     Tensors of the training step are summed on their device (NCCL or gloo) without the host waiting.
     Values by which the hosts decide, such as a request to stop, are exchanged between the hosts

@@ -29,14 +29,14 @@ Layer = Callable[..., Tensor]
 
 
 class Replicated:
-    """One process, or several that hold equal replicas and average their gradients.
+    """One process, or several that keep equal replicas and average their gradients.
 
     Every trainable parameter must take part in every backward pass.
 
     Args:
         loss: the model with its loss; changed in place where the strategy needs it.
         config: settings of the communication.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
         device: where this process computes.
         captured: whether backward passes are replayed from CUDA graphs, in which DDP cannot
             communicate; gradients are then averaged after the last pass.
@@ -123,7 +123,7 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Several processes that each hold a part of every weight, gradient and moment (FSDP2).
+    """Several processes that each store a shard of every weight, gradient and moment (FSDP2).
 
     A layer's weights are gathered before its forward pass and again before its backward pass, its
     gradients are averaged and scattered after it, while its neighbours compute. Embedding, last
@@ -171,7 +171,7 @@ class Sharded(Replicated):
         return self._processes.sum(of_parts.double().square()).sqrt().float()
 
     def reshard(self) -> None:
-        """Shard the outermost unit again, which only a backward pass does by itself."""
+        """Shard the outermost unit again; only a backward pass does so automatically."""
         cast(FSDPModule, self.loss).reshard()
 
 
@@ -220,7 +220,7 @@ def distribute(
     Args:
         loss: the model with its loss on ``device``, its weights equal on all processes.
         config: strategy and its settings.
-        processes: this process among those of the run.
+        processes: this process and the other ranks of the run.
         device: where this process computes.
         captured: whether backward passes are replayed from CUDA graphs.
 

@@ -1,1 +1,1 @@
-"""How a step runs: precision, compilation, CUDA graphs, recomputation."""
+"""Execution of a training step: precision, compilation, CUDA graphs, recomputation."""

@@ -97,7 +97,7 @@ class CompilationCounter:
         logger.info("torch.compile is compiling")
 
     def _graph_ends(self, cause: CallbackArgs) -> None:
-        # A backward pass compiled at its first run belongs to the graph of the forward pass.
+        # A backward pass compiled at its first run is part of the graph of the forward pass.
         is_graph = cause.callback_trigger != CallbackTrigger.LAZY_BACKWARD
         self.add(Compiled(graphs=int(is_graph)))
         seconds = time.perf_counter() - self._graph_begin

@@ -31,7 +31,7 @@ class _Captured:
 
 
 class Replay:
-    """Runs micro-batches from two graphs: the first of a step writes gradients, the others add.
+    """Runs micro-batches from two graphs: the first writes gradients, the second adds.
 
     The first step runs without graphs and compiles. The graphs are captured in the second step, and
     again when a micro-batch of another shape begins a step, which is rare: the trainer pads
@@ -100,14 +100,14 @@ class Replay:
         graph.replay()
 
     def _forget(self) -> None:
-        """Drop all graphs and their gradients; the next capture makes new ones."""
+        """Drop all graphs and their gradients; the next capture creates new ones."""
         self._captured.clear()
         self._captured_update = None
         for parameter in self._parameters:
             parameter.grad = None
 
     def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
-        # The host's counts belong to this batch only, not to those of later replays.
+        # The host's counts are valid for this batch only, not for later replays.
         batch = replace(batch, num_bytes=0, num_targets=0)
         name = f"a micro-batch of {batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
         graph, loss = self._record(lambda: self._run(batch, divisor), name)

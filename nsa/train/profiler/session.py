@@ -57,7 +57,7 @@ class Plan:
 
 
 def record(trainer: Trainer, plan: Plan, folder: Path) -> Generator[None]:
-    """Record a run; the main process records, the others keep in step.
+    """Record a run; the main process records, the other ranks stay synchronized.
 
     Args:
         trainer: the run; its ``on_step`` continues this generator.
@@ -160,7 +160,7 @@ def _write_tables(folder: Path, step_times: list[float], on_gpu: bool) -> None:
         reads = "another tool, such as nsys, reads the GPU's records of this process"
         logger.warning("the trace contains no kernel: %s", reads)
         return
-    # The first of the waiting steps compile; those of the second half do not.
+    # The first waiting steps compile; steps of the second half do not.
     gaps = [after - before for before, after in pairwise(step_times)]
     unprofiled = 1000 * statistics.median(gaps[len(gaps) // 2 :]) if gaps else None
     table = {**stage_table(trace), "unprofiled_step_ms": unprofiled}

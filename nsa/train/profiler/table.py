@@ -134,7 +134,7 @@ def _table(
     work: Iterable[Work],
     hidden: float = 0.0,
 ) -> dict[str, Any]:
-    """The table from microseconds by stage, and those of every kernel."""
+    """Build the table from microseconds by stage and by kernel."""
     scale, calls = 1 / 1000 / steps, Counter[tuple[str, str]]()
     sums = defaultdict[tuple[str, str], float](float)
     for name, stage, time in work:
@@ -182,7 +182,7 @@ def kernels_text(table: Mapping[str, Any], limit: int = 40) -> str:
 
 
 def _divide(spans: Iterable[Span], begin: float, end: float) -> tuple[Mapping[str, float], float]:
-    """Microseconds by stage, and those of communication while other kernels ran.
+    """Microseconds by stage, and of communication that overlaps other kernels.
 
     Kernels that run at the same time share it equally. Communication and copies of data count only
     if nothing else runs.

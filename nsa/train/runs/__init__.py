@@ -1,1 +1,1 @@
-"""What reads a run folder."""
+"""Tools that read a run folder."""

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from nsa.files import new_file
 from nsa.train.telemetry.metrics import Row, read_metrics
 
-_LARGEST = 1e100  # axes overflow beyond it
+_LARGEST = 1e100  # larger values overflow the axes
 _MOST_NAMED = 16  # more curves have no legend
 
 _STYLE = """

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, log, progress."""
+"""Output of a run: metrics, log, progress."""

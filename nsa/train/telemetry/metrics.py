@@ -29,7 +29,7 @@ Value = float | int | bool
 Row = dict[str, Value]
 _LARGEST = 2**53  # integers of a row are below it, and are exact as floats
 
-# Metrics of every row, besides its step.
+# Metrics of every row, in addition to its step.
 ALWAYS = (
     "time_unix_s",
     "tokens",
@@ -294,7 +294,7 @@ def read_metrics(path: str | Path, *needed: str) -> list[Row]:
 
     Args:
         path: the file.
-        needed: metrics that each row must have, besides its step.
+        needed: metrics that each row must have, in addition to its step.
 
     Raises:
         UserError: a line before the last one is not a row.

@@ -1,4 +1,4 @@
-"""What a run reports: a progress bar on a terminal, lines elsewhere, and ``log.txt``."""
+"""Reports of a run: a progress bar on a terminal, lines elsewhere, and ``log.txt``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RunReport:
             handler.close()
 
     def begin(self) -> None:
-        """Write held lines, and from now on every line at once."""
+        """Write the buffered lines, and every later line immediately."""
         for file in self._files:
             file.write_held()
 
@@ -163,7 +163,7 @@ class _LossyStream:
 
 
 class _LineFile(logging.Handler):
-    """A file of log lines, which are held until they are released."""
+    """Log file that buffers its lines until they are released."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _LineFile(logging.Handler):
         self._held: list[bytes] = []
 
     def write_held(self) -> None:
-        """Write held lines, and each later line at once."""
+        """Write the buffered lines, and every later line immediately."""
         self._is_held = False
         self._write()
 

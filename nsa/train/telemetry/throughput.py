@@ -100,7 +100,7 @@ class _TimedStep:
     Attributes:
         begin: before its first kernel.
         end: after its last kernel.
-        until: beginning of the next step; ``end`` if something else comes first.
+        until: beginning of the next step; ``end`` if something else happens first.
         host_ms: time that the host took to queue it.
         is_warm: whether it came after the first steps of the process.
     """
@@ -115,7 +115,7 @@ class _TimedStep:
 class DeviceClock:
     """Times optimizer steps by the clock of the device, without waiting for it.
 
-    On a GPU the times are those of events in its stream, on a CPU those of the host's clock.
+    Times are measured with stream events on a GPU and with the host's clock on a CPU.
 
     Args:
         device: device of the run.

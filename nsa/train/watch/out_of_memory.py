@@ -156,7 +156,7 @@ def check_fits(
         device: device of the model.
         training: whether gradients and moments are needed too.
         shares: number of processes that the model is divided among.
-        activations: bytes needed besides the model.
+        activations: bytes needed in addition to the model.
 
     Raises:
         UserError: the free memory is not enough.

@@ -62,14 +62,14 @@ class Process:
     def read_stacks(self) -> str:
         """Stacks of all threads; empty if the process cannot write them."""
         before = size_of(self.stacks)
-        # The second signal is answered even while C code holds the interpreter.
+        # The second signal is handled even while C code blocks the interpreter.
         for number in (signal.SIGUSR1, signal.SIGVTALRM):
             deadline = time.monotonic() + STACKS_WAIT_S
             if self.is_alive():
                 os.kill(self.pid, number)
             while size_of(self.stacks) == before and time.monotonic() < deadline:
                 time.sleep(0.1)
-        time.sleep(0.3)  # for the rest of them
+        time.sleep(0.3)  # for the remaining stacks
         return self.stacks.read_bytes()[before:].decode(errors="replace")
 
     def describe(self, beat: Beat, silent_s: float) -> str:
