@@ -147,7 +147,7 @@ def _transformed(
             elif batch.end.row and pace.is_due():
                 what = "file %d of %s: %d of %d rows skipped"
                 logger.info(what, batch.end.file + 1, source, batch.end.row, skipped)
-            if len(waiting) > threads:
+            if len(waiting) >= threads:  # one thread: a read that hangs holds back nothing
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
