@@ -31,7 +31,7 @@ from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
-# Takes the gates [T, Hq, 3] and the selected blocks [T, Hkv, n]; None without the selected branch.
+# Called with the gates [T, Hq, 3] and the block indices [T, Hkv, n] (None if slc is disabled).
 Observer = Callable[[Tensor, Tensor | None], None]
 
 
@@ -101,7 +101,7 @@ def native_sparse_attention(
         gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU this is
             not checked (see :func:`check_inputs`); there a gate below 0 makes gradients NaN.
         phi: parameters of the compression of keys and of values; None for phi ``mean``.
-        config: the sparse pattern. Inputs of a branch that is off are ignored and may be None.
+        config: the sparse pattern. Inputs of a disabled branch are ignored and may be None.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``. With
             ``compress_rope="none"`` pass the unrotated queries.
         rope: rotates the compressed keys; None when nothing is rotated.
@@ -109,14 +109,14 @@ def native_sparse_attention(
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
         max_seqlen_q: at least the longest sequence in queries. Pass it when sequences are much
-            shorter than all tokens together. None: the reference reads it from the offsets; kernels
-            do not, since that would wait for the device, and assume one sequence of all tokens.
-            Results are the same, but tiles, partial sums of dK and dV and their memory are those of
-            one long sequence, and the selected branch prepares both of its algorithms, where short
-            sequences need the tiled one alone.
-        max_seqlen_k: the same in key tokens; None: that of the queries where the offsets are
-            theirs.
-        sequences: instead of the four before it, from :meth:`nsa.Sequences.packed` or
+            shorter than the total number of tokens. With None the reference reads it from the
+            offsets; kernels assume one sequence of all tokens, to avoid a device synchronisation.
+            Results are equal, but tiles, partial sums of dK and dV and their memory are sized for
+            one long sequence, and the selected branch prepares both of its algorithms instead of
+            the tiled one alone.
+        max_seqlen_k: at least the longest sequence in keys; None means ``max_seqlen_q`` if
+            queries and keys have the same offsets.
+        sequences: replaces the previous four arguments, from :meth:`nsa.Sequences.packed` or
             :meth:`nsa.Sequences.padded`; queries and keys are then the same tokens.
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -124,8 +124,8 @@ def native_sparse_attention(
         ``[T, Hq, Dv]`` (``[B, T, Hq, Dv]`` for a dense batch) in the dtype of ``q``.
 
     Raises:
-        ValueError: a tensor of a branch that is on is missing; shapes, dtypes or offsets do not
-            fit.
+        ValueError: a tensor of an enabled branch is missing; shapes, dtypes or offsets do not
+            match.
     """
     name = "native_sparse_attention"
     backend = choose_backend(name, backend, q)
@@ -159,14 +159,14 @@ def attend(
     observer: Observer | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`native_sparse_attention` of packed inputs that fit.
+    """:func:`native_sparse_attention` for packed inputs that have been validated.
 
     Args:
-        inputs: packed.
-        call: the sparse pattern, where the sequences lie, and the factor on all scores.
+        inputs: packed inputs.
+        call: the sparse pattern, the sequences and the factor on all scores.
         rope: rotates the compressed keys.
-        statistics: of :func:`nsa.ops.statistics.new_statistics`; those of the gates and of the
-            selected blocks are added to them on the device.
+        statistics: tensor from :func:`nsa.ops.statistics.new_statistics`, to which statistics of
+            the gates and the selected blocks are added on the device.
         observer: called with the gates and the selected blocks that were used.
         backend: ``auto``, ``reference`` or ``triton``.
 
@@ -237,8 +237,8 @@ def check_inputs(
         gates: ``[T, Hq, 3]``.
 
     Raises:
-        ValueError: offsets do not start at 0, fall, or give a sequence more queries than keys; a
-            query names a present block twice; a gate is below 0.
+        ValueError: offsets do not start at 0 or they decrease; a sequence has more queries than
+            keys; a query selects a block twice; a gate is below 0.
     """
     name = "check_inputs"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -282,7 +282,7 @@ def check_inputs(
 def _check_inputs_of_branches(
     name: str, config: NSAConfig, q: Tensor, gates: Tensor, *tensors: Tensor | None
 ) -> tuple[int, ...]:
-    """Check what each branch that is on needs; returns the leading shape of the keys."""
+    """Check the inputs of the enabled branches; return the leading shape of the keys."""
     check_heads(name, "q", q, config.num_heads, config.head_dim, q)
     gate_shape = (*q.shape[:-2], config.num_heads, 3)
     if tuple(gates.shape) != gate_shape:
@@ -308,7 +308,7 @@ def _check_inputs_of_branches(
 
 
 def _check_gates(name: str, gates: Tensor) -> None:
-    """Contents of the gates; NaN is allowed."""
+    """Check that no gate is negative; NaN is allowed."""
     negative = gates < 0
     if negative.any():
         check(
@@ -324,7 +324,7 @@ def _check_gates(name: str, gates: Tensor) -> None:
 def _compressed_queries(
     name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig
 ) -> Tensor | None:
-    """Packed queries of the compressed branch and the scores; None: those of the other branches."""
+    """Packed queries of the compressed branch and the scores; None means ``q``."""
     if q_cmp is None:
         rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
         check(

@@ -1,4 +1,4 @@
-"""The frozen description of a sparse pattern: every operator, kernel and cache takes it whole."""
+"""Frozen configuration of the sparse pattern, shared by all operators, kernels and caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AT_MOST_2_30 = (
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary frequencies for sequences longer than those trained on.
+    """Scaling of the rotary frequencies for sequences longer than those trained on.
 
     Attributes:
         kind: ``linear`` divides every position by ``factor`` (Chen et al., arXiv:2306.15595);
@@ -73,41 +73,41 @@ class NSAConfig:
         num_init_blocks: forced first blocks.
         num_local_blocks: forced most recent blocks, the query's own included.
         num_selected_blocks_table: rows ``(layer, length, n)``: in that layer (-1: in every layer) a
-            query at a position below ``length`` takes n blocks instead of ``num_selected_blocks``,
-            which stays the width of the indices; of the rows that fit, the first one counts. See
-            :meth:`for_layer`.
-        coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. When set,
+            query at a position below ``length`` selects n blocks instead of
+            ``num_selected_blocks``, which is still the width of the indices; the first matching
+            row applies. See :meth:`for_layer`.
+        coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. If set,
             blocks are selected in two stages: the mean compressed key of each coarse block is
             scored first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks
             are then scored exactly. None scores all blocks.
         num_coarse_blocks: coarse blocks that the first stage keeps.
-        score_precision: of the products of queries and compressed keys in the selection: ``exact``
-            multiplies them as they are, ``fp8`` (e4m3, one scale a row) rounds them first. The
-            softmax is fp32 in any case.
+        score_precision: precision of the products of queries and compressed keys in the selection:
+            ``exact`` multiplies them in their dtype, ``fp8`` (e4m3, one scale per row) rounds them
+            first. The softmax is always fp32.
         window_size: tokens of the window, the query's own included [w].
-        branches: the branches that are on, a non-empty subset of ``("cmp", "slc", "win")``.
+        branches: the enabled branches, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
-        phi: how a compression block becomes one key and one value.
-        compress_hidden_size: hidden size of phi ``mlp``; None takes twice the head size.
+        phi: function that compresses a block to one key and one value.
+        compress_hidden_size: hidden size of phi ``mlp``; None means twice the head size.
         compress_rope: position at which a compressed key is rotated: ``middle`` of its block,
             ``start``, or ``none`` (then the compressed branch and the scores use the unrotated
             query too).
         gate: ``sigmoid`` per head and branch, ``softmax`` over the branches, or ``fixed`` equal
             shares.
-        gate_bias: what the bias of gate ``sigmoid`` starts at: with 0 gates start near 0.5, with 2
-            near 0.88; 0 for other gates.
+        gate_bias: initial bias of gate ``sigmoid``: with 0 gates start near 0.5, with 2 near 0.88;
+            0 for other gates.
         gate_hidden_size: hidden size of the gate network; 0 means a single linear layer.
-        gate_temperature: what the logits of gate ``softmax`` are divided by: above 1 branches weigh
-            more alike, below 1 less; 1 for other gates.
+        gate_temperature: divisor of the logits of gate ``softmax``: above 1 makes the gates more
+            uniform, below 1 less; 1 for other gates.
         rope_theta: base of the rotary frequencies.
-        rotary_dim: rotated leading part of a head, even; None takes ``head_dim``.
+        rotary_dim: rotated leading part of a head, even; None means ``head_dim``.
         rope_scaling: see :class:`RopeScaling`.
 
-    Values may be those that JSON gives: ``NSAConfig(**json.loads(json.dumps(asdict(config))))`` is
+    Values may be those parsed from JSON: ``NSAConfig(**json.loads(json.dumps(asdict(config))))`` is
     equal to ``config``.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: a value is not valid; the message names the argument, the rule and the value.
     """
 
     num_heads: int = 12
@@ -138,7 +138,7 @@ class NSAConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
 
-    # All fields as JSON: in this form a registered operator can be given the pattern.
+    # All fields as JSON, the form in which registered operators accept the pattern.
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -226,11 +226,11 @@ class NSAConfig:
     @classmethod
     @functools.cache
     def from_text(cls, text: str) -> NSAConfig:
-        """The pattern whose :attr:`text` this is."""
+        """Pattern from its :attr:`text`."""
         return cls(**json.loads(text))
 
     def for_layer(self, layer: int) -> NSAConfig:
-        """The pattern of one layer: of ``num_selected_blocks_table`` the rows that hold for it.
+        """Pattern of one layer, with its rows of ``num_selected_blocks_table``.
 
         Args:
             layer: index from 0.
@@ -244,9 +244,9 @@ class NSAConfig:
 
     @property
     def block_counts(self) -> tuple[tuple[int, int], ...]:
-        """``(length, n)``: a query at a position below length takes n blocks.
+        """Pairs ``(length, n)``: a query at a position below length selects n blocks.
 
-        The first pair that fits counts.
+        The first matching pair applies.
 
         Raises:
             ValueError: the table still has rows for single layers.
@@ -260,10 +260,10 @@ class NSAConfig:
 
     @property
     def forced_coarse_blocks(self) -> tuple[int, int]:
-        """Coarse blocks that the first stage always keeps: of the first, and of the most recent.
+        """Numbers of first and of most recent coarse blocks that the first stage always keeps.
 
-        They hold the forced blocks, and all blocks with a compressed key that a query does not see
-        yet.
+        They contain the forced blocks, and all blocks with a compressed key that a query does not
+        see yet.
         """
         assert self.coarse_block_size is not None
         local = self.num_local_blocks * self.block_size + self.compress_block_size
@@ -278,7 +278,7 @@ class NSAConfig:
 
     @property
     def num_branches(self) -> int:
-        """Branches that are on."""
+        """Number of enabled branches."""
         return len(self.branches)
 
     @property

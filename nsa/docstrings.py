@@ -1,4 +1,4 @@
-"""What the docstring of a class or a function says about its fields or arguments."""
+"""Parser of Google-style docstrings: summary, arguments and attributes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def about(documented: Any) -> str:
-    """The docstring without its sections.
+    """Return the docstring without its sections.
 
     Args:
         documented: a class, a function or a module.
@@ -18,7 +18,7 @@ def about(documented: Any) -> str:
 
 
 def descriptions(documented: Any) -> dict[str, str]:
-    """The entries of the section ``Args:`` or ``Attributes:``, each by its name on one line.
+    """Return the entries of ``Args:`` or ``Attributes:`` by name, each on one line.
 
     Args:
         documented: a class or a function with a docstring in Google style.

@@ -49,7 +49,7 @@ class Compression(nn.Module):
             self.w2 = nn.Parameter(torch.zeros(num_heads, hidden, size))
 
     def weights(self) -> PhiWeights:
-        """The parameters as :func:`nsa.compress` takes them."""
+        """Parameters in the form that :func:`nsa.compress` accepts."""
         if self.phi == "linear":
             return PhiWeights(weight=self.weight)
         if self.phi == "mlp":
@@ -58,21 +58,21 @@ class Compression(nn.Module):
 
 
 class GateLinear(nn.Module):
-    """A linear layer with the start of the gates.
+    """Linear layer with the initial values of the gates.
 
-    It is no ``nn.Linear``: a loop that initializes the linear layers of a model, such as nanoGPT's,
-    sets their biases to 0 and would undo ``gate_bias`` silently.
+    Not a subclass of ``nn.Linear``: a loop that initializes the linear layers of a model, such as
+    nanoGPT's, sets their biases to 0 and would undo ``gate_bias`` silently.
 
     Args:
         in_size: columns of the input.
         out_size: logits of a token.
-        start: value at which the bias starts.
+        start: initial value of the bias.
     """
 
     def __init__(self, in_size: int, out_size: int, start: float) -> None:
         super().__init__()
         self.start = start
-        linear = nn.Linear(in_size, out_size)  # draws first: a seed goes on giving the same model
+        linear = nn.Linear(in_size, out_size)  # first, so that seeds stay valid
         self.weight, self.bias = linear.weight, linear.bias
         self.reset_parameters()
 
@@ -92,9 +92,9 @@ class Gate(nn.Module):
         config: the sparse pattern.
 
     Attributes:
-        net: what gives the logits; None with gate ``fixed``.
-        columns: how logits become gates; None with gate ``fixed``.
-        is_linear: whether ``net`` is one linear layer, which a layer's projection takes along.
+        net: module that computes the logits; None with gate ``fixed``.
+        columns: conversion of logits to gates; None with gate ``fixed``.
+        is_linear: whether ``net`` is one linear layer, which is fused into the projection.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -121,7 +121,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x [T, width]``.
 
-        They are 0 for a branch that is off.
+        Gates of a disabled branch are 0.
         """
         if self.net is not None and self.columns is not None:
             return activate(self.net(x), self.columns)
@@ -142,8 +142,8 @@ class NativeSparseAttention(TogetherModule):
         width: size of the residual stream.
         config: the sparse pattern.
 
-    With the branch ``slc`` on and ``cmp`` off, blocks are still scored by compressed keys; no
-    gradient reaches their projection and phi, so these are frozen, and the log says so.
+    With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
+    gradient reaches their projection and phi, so these are frozen, and a log line reports it.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -174,10 +174,10 @@ class NativeSparseAttention(TogetherModule):
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
         self.columns, self._outputs = self._describe_columns()
         self.lay_together()
-        # Of `nsa.ops.statistics`, with telemetry. No buffer: it is not part of the state, and DDP
-        # would broadcast it.
+        # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
+        # DDP would broadcast it.
         self.statistics: Tensor | None = None
-        # Of an inspection: sees the gates and the selected blocks of passes without a cache.
+        # Set by an inspection: called with gates and block indices in passes without a cache.
         self.observer: Observer | None = None
         self.freeze_scoring()
 
@@ -188,7 +188,7 @@ class NativeSparseAttention(TogetherModule):
         return linear
 
     def freeze_scoring(self) -> None:
-        """Freeze what scores blocks where no gradient reaches it; parameters may be new ones."""
+        """Freeze the scoring parameters that receive no gradient; call it after replacing them."""
         if "slc" not in self.config.branches or "cmp" in self.config.branches:
             return
         frozen = [self.phi_k] if self.config.share_kv else [self.k_cmp_proj, self.phi_k]
@@ -206,7 +206,7 @@ class NativeSparseAttention(TogetherModule):
         return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
 
     def _describe_columns(self) -> tuple[Columns, list[str]]:
-        """Describe the columns of the projection, and name the heads that they become."""
+        """Return the columns of the projection and the name of each output."""
         config = self.config
         raw = {"q"} if config.compress_rope == "none" and config.scores_blocks else set()
         raw |= {"k", "k_cmp"} if config.scores_blocks else set()
@@ -223,7 +223,7 @@ class NativeSparseAttention(TogetherModule):
         return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
     def projection_weights(self) -> list[Tensor]:
-        """Return the weights in the order of the projection's columns, those of the gates last."""
+        """Return the weights in the order of the projection's columns, gates last."""
         weights = [
             plain_weight("NativeSparseAttention", f"{name}_proj", linear)
             for name, linear in self._projections().items()
@@ -236,7 +236,7 @@ class NativeSparseAttention(TogetherModule):
 
     @property
     def projection_bias(self) -> Tensor | None:
-        """Bias of the gates if their logits come from the projection."""
+        """Bias of the gates if their logits are columns of the projection, otherwise None."""
         if not self.gate.is_linear:
             return None
         assert self.gate.net is not None
@@ -254,7 +254,7 @@ class NativeSparseAttention(TogetherModule):
 
         Args:
             found: heads ``[T, H, size]``, and gates if they are columns of the projection.
-            x: the layer's input ``[T, width]``, for gates that are not.
+            x: the layer's input ``[T, width]``, for gates that are not in the projection.
         """
         heads, config = dict(zip(self._outputs, found, strict=False)), self.config
         if config.share_kv:
@@ -285,22 +285,22 @@ class NativeSparseAttention(TogetherModule):
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
             max_seqlen: at least the longest sequence, tokens. Pass it with packed sequences that
-                are much shorter than all tokens together: on a GPU None stands for all of them,
-                which is right but takes longer, see :func:`nsa.native_sparse_attention`.
+                are much shorter than the total number of tokens: on a GPU None means that total,
+                which is correct but slower, see :func:`nsa.native_sparse_attention`.
             attention_mask: bool or integer ``[B, T]`` of a padded batch ``[B, T, width]``, true for
-                a token; padding lies left or right of a row's tokens, see
-                :meth:`nsa.Sequences.padded`. What is returned for padding means nothing.
-            sequences: instead of the three before it, from :meth:`nsa.Sequences.packed` or
+                a token; padding is left or right of a row's tokens, see
+                :meth:`nsa.Sequences.padded`. Outputs for padding are meaningless.
+            sequences: replaces the previous three arguments, from :meth:`nsa.Sequences.packed` or
                 :meth:`nsa.Sequences.padded`, for all layers of a model. After
-                :meth:`nsa.Sequences.with_blocks` what follows from the offsets is computed once.
-            cache: decode cache; ``x`` then holds the tokens that follow those already cached, and
-                the cache takes them in. No gradient is recorded.
+                :meth:`nsa.Sequences.with_blocks`, index tensors are computed only once.
+            cache: decode cache; ``x`` then contains the tokens after the cached ones, which are
+                appended to the cache. No gradient is recorded.
 
         Returns:
             The layer's output, shaped like ``x``.
 
         Raises:
-            ValueError: shapes or offsets do not fit.
+            ValueError: shapes or offsets do not match.
         """
         name = "NativeSparseAttention"
         packed, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
@@ -349,7 +349,7 @@ class NativeSparseAttention(TogetherModule):
     def choose_blocks(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        """The blocks that the selected branch, which must be on, attends to in :meth:`forward`.
+        """Return the blocks that the selected branch attends to in :meth:`forward`.
 
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
@@ -357,11 +357,11 @@ class NativeSparseAttention(TogetherModule):
             max_seqlen: as in :meth:`forward`.
 
         Returns:
-            int32 ``[T, Hkv, n]`` (``[B * T, Hkv, n]`` for a dense batch), as
-            :func:`nsa.select_blocks` gives them.
+            int32 ``[T, Hkv, n]`` (``[B * T, Hkv, n]`` for a dense batch), as returned by
+            :func:`nsa.select_blocks`.
 
         Raises:
-            ValueError: the branch is off; shapes or offsets do not fit.
+            ValueError: the branch is disabled; shapes or offsets do not match.
         """
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
@@ -392,12 +392,12 @@ class NativeSparseAttention(TogetherModule):
     def attend_cached(
         self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache
     ) -> Tensor:
-        """Attention output ``[T, Hq, Dv]`` for new tokens, which the cache takes in.
+        """Append new tokens to the cache; return their attention output ``[T, Hq, Dv]``.
 
         Args:
             found: see :meth:`attention_inputs`.
             x: see :meth:`attention_inputs`.
-            sequences: where the new tokens are.
+            sequences: the sequences of the new tokens.
             cache: the layer's cache.
         """
         inputs = self.attention_inputs(found, x)

@@ -19,7 +19,7 @@ from nsa.fields import settle
 
 @dataclass(frozen=True)
 class Rope:
-    """What rotates queries and keys.
+    """Rotation of queries and keys.
 
     Attributes:
         dim: leading part of a head that is rotated, even.
@@ -34,7 +34,7 @@ class Rope:
     scaling: RopeScaling | None = None
     position_offset: int = 0
 
-    # All fields as JSON: in this form a registered operator can be given the rotation.
+    # All fields as JSON, the form in which registered operators accept the rotation.
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -45,12 +45,12 @@ class Rope:
     @classmethod
     @functools.cache
     def from_text(cls, text: str) -> Rope:
-        """The rotation whose :attr:`text` this is."""
+        """Rotation from its :attr:`text`."""
         return cls(**json.loads(text))
 
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:
-        """The rotation that a layer of ``config`` uses."""
+        """Rotation of a layer with this config."""
         return cls(
             config.head_dim if config.rotary_dim is None else config.rotary_dim,
             config.rope_theta,
@@ -58,7 +58,7 @@ class Rope:
         )
 
     def inverse_frequencies(self, device: torch.device) -> Tensor:
-        """Radians a position, fp32 ``[dim / 2]``, scaling included."""
+        """Radians per position, fp32 ``[dim / 2]``, scaling included."""
         index = torch.arange(self.dim // 2, dtype=torch.float64, device=device)
         frequency = self.theta ** (-2.0 * index / self.dim)
         scaling = self.scaling
@@ -79,7 +79,7 @@ class Rope:
         return 0.1 * math.log(self.scaling.factor) + 1.0
 
     def _yarn_index(self, rotations: float, scaling: RopeScaling) -> float:
-        """Frequency index that turns ``rotations`` times within the original length.
+        """Frequency index with ``rotations`` rotations within the original length.
 
         arXiv:2309.00071, section 3.2.
         """
@@ -93,9 +93,9 @@ _TABLES: dict[tuple[str, torch.device], Tensor] = {}
 def frequency_table(rope: Rope, device: torch.device) -> Tensor:
     """``rope.inverse_frequencies`` for kernels, made once per device.
 
-    The first call waits for it; after that all streams may read it. In the capture of a CUDA graph,
-    which cannot wait, a call makes one for itself. It is made in a thread of its own: what
-    ``torch.compile`` allocates in the calling one before it captures a graph, the graph overwrites.
+    The first call waits for the copy; after that all streams may read the table. During the capture
+    of a CUDA graph, which cannot wait, each call makes its own table. A separate thread makes it:
+    ``torch.compile`` would overwrite memory that the calling thread allocates before a capture.
     """
     table = _TABLES.get((rope.text, device))
     if table is not None:
@@ -126,7 +126,7 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
         fp64 ``x``).
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     if positions.shape != x.shape[:-2]:
         fail("apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape))

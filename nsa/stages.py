@@ -1,4 +1,4 @@
-"""Names of the stages of a training step, for a profiler; without a listener they do nothing."""
+"""Named stages of a training step for the profiler; no-ops without a listener."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Parts of the model; their backward has the name of the forward.
+# Parts of the model; forward and backward have the same name.
 PROJECTION = "projection + RoPE"
 COMPRESSION = "compression"
 COMPRESSED = "compressed attention"
@@ -40,9 +40,9 @@ _listener: Listener | None = None
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
-    """Context of a stage: what the listener makes of its name, or nothing.
+    """Context manager of a stage, from the listener; a no-op without one.
 
-    Compiled code has no stages inside.
+    Compiled code contains no stages.
 
     Args:
         name: one of the names above.
@@ -53,7 +53,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
 
 
 def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: every call of the function is a :func:`stage`."""
+    """Decorator: run every call of the function in a :func:`stage`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -68,7 +68,7 @@ def in_stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def stages_seen_by(listener: Listener) -> Iterator[None]:
-    """Context manager: enter stages of all threads of this process through ``listener(name)``."""
+    """Context manager: use ``listener(name)`` for the stages of all threads of this process."""
     global _listener
     assert _listener is None, "listeners do not nest"
     _listener = listener

@@ -45,8 +45,7 @@ from nsa.ops._backend import kernels_run_on_cpu
 
 WHERE = "nsa bench attention"
 MIN_LENGTH = 128
-# Kernels that this library does not have: matrix products, softmax and attention of other libraries
-# and of the compiler.
+# Kernels of other libraries and of the compiler: matrix products, softmax and attention.
 _FOREIGN = re.compile(
     r"gemm|gemv|cutlass|cudnn|flash|fmha|sdpa|softmax|nvjet|xmma|triton_(tem|poi|red|per)_",
     re.I,
@@ -55,7 +54,7 @@ _FOREIGN = re.compile(
 
 @dataclass(frozen=True)
 class Work:
-    """One computation, ready to be called again and again.
+    """One computation, prepared for repeated calls.
 
     Attributes:
         forward: computes the outputs.
@@ -68,7 +67,7 @@ class Work:
     douts: tuple[Tensor, ...]
 
     def run(self, mode: str) -> tuple[Tensor, ...]:
-        """Compute the outputs; with ``fwd_bwd`` the gradients too."""
+        """Compute the outputs, and the gradients in mode ``fwd_bwd``."""
         if mode == "fwd":
             with torch.no_grad():
                 return self.forward()
@@ -78,19 +77,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Provider:
-    """An implementation of cases.
+    """An implementation that is measured.
 
     Attributes:
         name: name in rows.
         cases: names of the cases that it computes; None means all.
-        if_named: cases that it computes only if the command names it.
+        if_named: cases that it computes only if the command line names the provider.
         backend: backend of this library's operators.
         algorithm: algorithm of the selected branch, see :func:`nsa.selected_attention`.
-        variant: fields of the pattern that differ.
-        attend: makes an attention of PyTorch over ``[B, H, S, D]``; whole attention is dense over
-            q, k_slc, v_slc. None means this library.
+        variant: changed fields of the pattern.
+        attend: factory of a PyTorch attention over ``[B, H, S, D]``; whole attention is then dense
+            over q, k_slc, v_slc. None means this library.
         kernels: parts of the names of its kernels, forward and backward, one kernel for each part;
-            None means those of the case.
+            None means the kernels of the case.
     """
 
     name: str
@@ -103,7 +102,7 @@ class Provider:
     kernels: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def computes(self, case: Case, named: bool) -> bool:
-        """Whether a case is measured; ``named`` if the command names providers."""
+        """Whether a case is measured; ``named`` if the command line names providers."""
         known = self.cases is None or case.name in self.cases
         return known and (named or case.name not in self.if_named)
 
@@ -111,7 +110,7 @@ class Provider:
         """Prepare a problem; the leaves are its inputs, without a copy.
 
         Raises:
-            UnsupportedError: it needs a GPU.
+            UnsupportedError: the provider needs a GPU.
         """
         case, tensors = problem.case, problem.tensors
         on_gpu = problem.point.device.type == "cuda"
@@ -133,7 +132,7 @@ class Provider:
         return Work(partial(call, *given), leaves, douts)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
-        """Say why the kernels that ran are not its own."""
+        """Reason why the profiled kernels are not the provider's, or None."""
         ours = own(kernels)
         if self.attend is not None:
             return missing_kernel(kernels, self.kernels or ((), ()), mode)
@@ -151,7 +150,7 @@ def _leaves(tensors: Tensors, names: Iterable[str]) -> Tensors:
 def missing_kernel(
     kernels: Sequence[str], parts: tuple[tuple[str, ...], tuple[str, ...]], mode: str
 ) -> str | None:
-    """Name a part, forward or backward, that too few kernels have in their names."""
+    """Return a name part, forward or backward, that too few kernels contain, or None."""
     wanted = parts[0] + (parts[1] if mode == "fwd_bwd" else ())
     for part in wanted:
         if sum(part in name.lower() for name in kernels) < wanted.count(part):
@@ -172,18 +171,18 @@ def own_kernels() -> Mapping[str, Any]:
 
 
 def own(kernels: Iterable[str]) -> list[str]:
-    """Kernels of this library; after ``_kernel`` a name says for which branch it was compiled."""
+    """Filter the kernels of this library; a branch may follow ``_kernel`` in their names."""
     return [name for name in kernels if "".join(name.partition("_kernel")[:2]) in own_kernels()]
 
 
 def dense_attention(backend: SDPBackend) -> Callable[..., Tensor]:
-    """Causal ``scaled_dot_product_attention`` by one backend; groups of heads share keys."""
+    """Causal grouped-query ``scaled_dot_product_attention`` with one backend."""
     attend: Callable[..., Tensor] = sdpa_kernel(backend)(scaled_dot_product_attention)
     return partial(attend, is_causal=True, enable_gqa=True)
 
 
 def flex_attention(problem: Problem) -> Callable[..., Tensor]:
-    """Compiled FlexAttention: the window, or dense causal attention in place of the whole."""
+    """Compiled FlexAttention: the window, or dense causal attention for whole attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     windowed, size = problem.case.name == "attention.window", problem.config.window_size
@@ -192,7 +191,7 @@ def flex_attention(problem: Problem) -> Callable[..., Tensor]:
         causal = key <= row
         return causal & (row - key < size) if windowed else causal
 
-    torch.compiler.reset()  # compile each point on its own, with its static shapes
+    torch.compiler.reset()  # compile each point separately, with static shapes
     length, device = problem.point.seq_len, problem.point.device
     mask = create_block_mask(visible, None, None, length, length, device=device)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -220,10 +219,10 @@ def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
     """Split ``NAME:KEY=VALUE,...`` into a name and values by key.
 
     Raises:
-        ValueError: the text has another form, or a key is given twice.
+        ValueError: the text is malformed, or a key is given twice.
     """
     name, _, settings = text.partition(":")
-    # Commas inside brackets belong to a value.
+    # Commas inside brackets are part of a value.
     pairs = [pair.partition("=") for pair in re.split(r",(?![^\[(]*[\])])", settings)]
     found = {key.replace("-", "_"): value for key, equals, value in pairs if key and equals}
     fits = re.fullmatch(r"[\w.-]+", name) and len(found) == len(pairs)
@@ -236,7 +235,7 @@ def parse_variant(text: str) -> Provider:
     """Parse ``NAME:KEY=VALUE,...``: this library with other fields of ``NSAConfig``.
 
     Raises:
-        ValueError: the text has another form, a field is unknown, or the name is taken.
+        ValueError: the text is malformed, a field is unknown, or the name is already used.
     """
     name, settings = split_variant(WHERE, text)
     rule = f"have another name than {', '.join(PROVIDERS)}"
@@ -269,28 +268,28 @@ def bench_attention(
     """Measure, print and write rows.
 
     Args:
-        shape: heads.
+        shape: heads and their sizes.
         seqs: lengths S.
         device: the measured device.
-        tokens: tokens of all sequences together; None means the shape's.
+        tokens: total tokens of all sequences; None means the shape's.
         dtype: dtype of the inputs.
         choices: keys of ``CHOICES``, or ``RECORDED``.
-        recorded: file of ``nsa inspect --record``, for that choice.
+        recorded: file from ``nsa inspect --record``, for choice ``RECORDED``.
         cases: names of cases.
-        providers: names of providers; None means all that need not be named.
-        variants: ``NAME:KEY=VALUE,...``, measured too.
-        recall: measure the fraction of the exact selection that is found; always measured if the
-            pattern approximates it.
+        providers: names of providers; None means the default ones.
+        variants: ``NAME:KEY=VALUE,...``, measured in addition.
+        recall: measure the recall of the exact selection; always measured if the selection is
+            approximate.
         out: JSONL file to append to; None prints the rows only.
         commit: recorded if the checkout has no git.
 
     Returns:
-        Whether every row that ran is correct.
+        Whether every measured row is correct.
 
     Raises:
-        ValueError: an argument does not fit, or this machine has no GPU.
+        ValueError: an argument is not valid, or this machine has no GPU.
     """
-    # With fewer keys most gradients are differences that cancel: there is no error to compare with.
+    # With fewer keys most gradients cancel, and the budget has no meaningful baseline.
     rule = f"be at least {MIN_LENGTH}"
     check(min(seqs) >= MIN_LENGTH, WHERE, "--seqs", rule, min(seqs))
     if RECORDED in choices:
@@ -311,7 +310,7 @@ def bench_attention(
                     continue
                 config = shape.config(dict(provider.variant))
                 if gate is None or gate.problem.config != config:
-                    gate = None  # one pattern at a time, for the memory
+                    gate = None  # frees memory before the next pattern
                     backend = "triton" if device.type == "cuda" else "reference"
                     gate = Gate(prepare(case, base, point, config, backend))
                 named = {"case": case.name, "provider": provider.name, **point.fields()}
@@ -326,7 +325,7 @@ def bench_attention(
 def _chosen(
     names: Sequence[str] | None, variants: Sequence[str], device: torch.device
 ) -> list[Provider]:
-    """Providers that are named, by default all that need not be, and variants."""
+    """Named or default providers, and variants."""
     found = [parse_variant(text) for text in variants]
     if names is None:
         names = [name for name, each in PROVIDERS.items() if each.cases != each.if_named]
@@ -340,7 +339,7 @@ def _chosen(
 
 
 def _subject(provider: Provider, gate: Gate, mode: str, recall: bool) -> Subject:
-    """Prepare a provider's call, whose result is checked first."""
+    """Prepare the call of a provider and its checks."""
     problem = gate.problem
     work, case = provider.work(problem), problem.case
     dense = case.name == "attention" and provider.attend is not None

@@ -1,4 +1,4 @@
-"""Measured operators: shapes, inputs, calls and useful work."""
+"""Benchmark cases: shapes, inputs, calls and useful work."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from nsa.testing import make_inputs
 Tensors = dict[str, Tensor]
 Call = Callable[[Tensors, NSAConfig, str], tuple[Tensor, ...]]
 MODES = ("fwd", "fwd_bwd")
-# Values of the field `choice`: number of neighbouring queries that share their selection.
+# Number of neighbouring queries with the same selection, by value of the field `choice`.
 CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
 RECORDED = "recorded"  # selections of a trained model
-# Noise of a query relative to its group's direction in a shared selection: the queries of a group
-# are not equal and select (nearly) the same blocks.
+# Noise relative to the common direction of queries that share a selection, so that they differ but
+# select (nearly) the same blocks.
 OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
 WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
@@ -48,7 +48,7 @@ class Shape:
         num_kv_heads: Hkv.
         head_dim: D.
         value_dim: Dv.
-        tokens: tokens of all sequences together; None means one sequence.
+        tokens: total tokens of all sequences; None means one sequence.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Shape:
     tokens: int | None = None
 
     def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
-        """The default pattern (l, d, l', n, w = 32, 16, 64, 16, 512, phi mean) with these heads."""
+        """Default pattern (l, d, l', n, w = 32, 16, 64, 16, 512, phi mean) with these heads."""
         heads = asdict(self)
         del heads["name"], heads["tokens"]
         return NSAConfig(**{**heads, **(overrides or {})})
@@ -87,12 +87,12 @@ def parse_shape(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class Point:
-    """The heads, lengths, selection, dtype and device of a measurement.
+    """Heads, lengths, selection, dtype and device of a measurement.
 
     Attributes:
-        shape: heads.
+        shape: heads and their sizes.
         seq_len: S, query and key tokens of a sequence.
-        batch: B, sequences.
+        batch: B, number of sequences.
         choice: a key of ``CHOICES``, or ``RECORDED``.
         dtype: dtype of all float tensors.
         device: the measured device.
@@ -109,7 +109,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Total tokens of all sequences."""
         return self.batch * self.seq_len
 
     def fields(self) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def batch_of(shape: Shape, seq_len: int, tokens: int | None) -> int:
 def make_tensors(point: Point, config: NSAConfig) -> Tensors:
     """Make inputs of whole attention, dense ``[B, S, H, D]``, and the gradient ``dout``.
 
-    All are independent Gaussians, gates uniform. In a shared selection each aligned group of
-    neighbouring queries points in one direction, with noise of 3% of the length.
+    Tensors are Gaussian, gates uniform. With a shared selection, the queries of each aligned group
+    have a common direction and 3% noise.
     """
     batch = point.batch, point.seq_len
     packed = make_inputs(
@@ -152,8 +152,8 @@ def normal(shape: tuple[int, ...], point: Point, seed: int) -> Tensor:
 def given_selection(point: Point, config: NSAConfig) -> Tensor:
     """Block indices for the selected branch alone, int32 ``[B, S, Hkv, n]``: recorded or random.
 
-    Random ones contain the forced blocks and others at random, ascending, -1 at the end. Each
-    aligned group of queries that share their selection is drawn once; a group lies within a block.
+    Random selections contain the forced blocks and random ones, ascending, with -1 at the end. Each
+    aligned group of queries with a shared selection is drawn once and is within one block.
     """
     if point.choice == RECORDED:
         return _recorded_selection(point, config)
@@ -170,7 +170,7 @@ def given_selection(point: Point, config: NSAConfig) -> Tensor:
 
 
 def _recorded_selection(point: Point, config: NSAConfig) -> Tensor:
-    """Read recorded selections; each sequence takes those of the next layer."""
+    """Read recorded selections; each sequence uses those of the next layer."""
     from nsa.lm.recorded import load_selections
 
     assert point.recorded is not None
@@ -194,10 +194,10 @@ class Case:
 
     Attributes:
         name: name in rows.
-        inputs: names of the tensors that take gradients, in the order of the gradients.
+        inputs: names of the inputs with gradients, in the order of the gradients.
         call: ``(tensors, config, backend) -> outputs``.
-        kernels: prefixes of its own kernels, forward and backward.
-        outputs: names of the outputs; with gradients unless the case has no backward pass.
+        kernels: name prefixes of its kernels, forward and backward.
+        outputs: names of the outputs, which have gradients unless there is no backward pass.
     """
 
     name: str
@@ -208,7 +208,7 @@ class Case:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Forward, and forward with backward if there is one."""
+        """Modes of the case: ``fwd``, and ``fwd_bwd`` if it has a backward pass."""
         return MODES if self.inputs else MODES[:1]
 
 
@@ -219,7 +219,7 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...
 
 
 def compress_and_rotate(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
-    """Compute k_cmp, rotated, and v_cmp of a dense batch, as whole attention does."""
+    """Compute rotated k_cmp, and v_cmp, of a dense batch, as in whole attention."""
     k, v = x["k_cmp_raw"], x["v_cmp_raw"]
     batch, length = k.shape[:2]
     sequences = Sequences(None, batch, length, length, k.device, (batch, length))
@@ -294,7 +294,7 @@ class Problem:
     tensors: Tensors
 
     def named(self, results: Sequence[Tensor], leaves: Iterable[str]) -> Tensors:
-        """Name results: outputs, then gradients if there are any."""
+        """Map names to results: outputs, then gradients if there are any."""
         names = [*self.case.outputs, *(f"d{name}" for name in leaves)]
         return dict(zip(names, results, strict=len(results) > len(self.case.outputs)))
 
@@ -304,10 +304,10 @@ def prepare(case: Case, base: Tensors, point: Point, config: NSAConfig, backend:
 
     Args:
         case: the operator.
-        base: the inputs of whole attention, and ``dout``.
+        base: inputs of whole attention, and ``dout``.
         point: heads, lengths, dtype and device.
         config: the sparse pattern.
-        backend: computes the compressed keys and lse.
+        backend: backend that computes compressed keys and lse.
     """
     tensors = dict(base)
     with torch.no_grad():
@@ -330,9 +330,9 @@ def prepare(case: Case, base: Tensors, point: Point, config: NSAConfig, backend:
 
 # --- Useful work
 def pairs(name: str, seq_len: int, config: NSAConfig) -> int:
-    """Count the pairs of a query and a key that it attends to, in one sequence and head.
+    """Count the pairs of a query and a visible key in one sequence and head.
 
-    The own block of a query is always selected (``num_local_blocks`` is at least 1), so the count
+    The query's own block is always selected (``num_local_blocks`` is at least 1), so the count
     does not depend on the other blocks.
 
     Args:
@@ -359,10 +359,10 @@ def pairs(name: str, seq_len: int, config: NSAConfig) -> int:
 def useful_work(problem: Problem, *, backward: bool, dense: bool = False) -> dict[str, int]:
     """Count useful operations (``flops``) of a case, or ``bytes`` if it only moves data.
 
-    A query head of D and Dv does ``2 D + 2 Dv`` operations a pair forward and ``6 D + 4 Dv`` more
-    backward. Whole attention counts its three branches; selection counts one product with every
-    visible compressed key. Bytes are each input and output once, backward their gradients, and the
-    inputs again if needed.
+    A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
+    ``6 D + 4 Dv`` more backward. Whole attention is the sum of its three branches; selection counts
+    one product with every visible compressed key. Bytes are each input and output once; backward
+    adds their gradients, and the inputs again if needed.
     """
     case, point, config = problem.case, problem.point, problem.config
     branches = ("attention.compressed", "attention.selected", "attention.window")

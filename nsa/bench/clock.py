@@ -1,4 +1,4 @@
-"""One way to measure a call: correctness first, then time, kernels and memory."""
+"""Measurement of a call: correctness first, then time, kernels and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timing:
     """Times of one call.
 
     Attributes:
-        p50, p20, p80, mean: median, percentiles and mean of the samples, ms a call.
+        p50, p20, p80, mean: median, percentiles and mean of the samples, ms per call.
         samples: number of samples.
         method: ``cuda graph``, ``launches`` (with the reason if there is no graph) or ``cpu``. The
             L2 cache is not flushed.
@@ -64,8 +64,8 @@ def time_call(
     """Time ``call`` after warm-up for about ``budget_ms`` (default ``BUDGET_MS``).
 
     On a GPU, CUDA events around replays of a CUDA graph exclude the host's time; a call that cannot
-    be captured is launched. Without ``capture`` no graph is tried: a graph holds memory of its own,
-    and one that runs out of memory never gives it back.
+    be captured is launched directly. ``capture=False`` disables graphs: a graph has its own memory,
+    which is never freed after an out-of-memory error.
     """
     budget_ms = BUDGET_MS if budget_ms is None else budget_ms
     if device.type != "cuda":
@@ -80,13 +80,13 @@ def time_call(
     if not capture:
         return percentiles(samples_ms(call, device, samples), 1, "launches")
     graph, reason = None, ""
-    for _ in range(2):  # the first capture of cuDNN's backward in a process fails, later ones work
+    for _ in range(2):  # the first capture of cuDNN's backward in a process fails
         try:
             graph = _capture(call, calls)
             break
         except RuntimeError as error:  # raised at the end of the capture, after its cause
             reason = str(error.__context__ or error).partition("\n")[0]
-        synchronize(device)  # outside: the error refers to the captured tensors
+        synchronize(device)  # outside the handler: the error refers to the captured tensors
     if graph is None:
         times = samples_ms(call, device, samples)
         return percentiles(times, 1, f"launches: no graph, {reason}")
@@ -112,7 +112,7 @@ def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def samples_ms(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
-    """Milliseconds of each of ``count`` calls: between CUDA events, or on a CPU by the clock."""
+    """Time ``count`` calls, ms each: with CUDA events, or on a CPU with the clock."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(count):
@@ -135,14 +135,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back cached memory, for the next measurement or its CUDA graph."""
+    """Free cached memory for the next measurement or its CUDA graph."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """Peak memory of a call above what was allocated before it, with its results; None on a CPU."""
+    """Peak memory of a call and its results above the memory before it; None on a CPU."""
     if device.type != "cuda":
         return None
     release_memory(device)
@@ -179,12 +179,12 @@ def profiled(call: Callable[[], object], device: torch.device) -> dict[str, Any]
 
 
 def gpu_events(trace: Any) -> list[Any]:
-    """Kernels, copies and fills that a profiler recorded."""
+    """Kernels, copies and fills in a profile."""
     return [event for event in trace.events() or () if event.device_type.name == "CUDA"]
 
 
 def kernel_sums(trace: Any) -> dict[str, float]:
-    """Microseconds of all launches by kernel, as a profiler recorded them."""
+    """Total microseconds of each kernel in a profile."""
     times: dict[str, float] = {}
     for event in gpu_events(trace):
         if not event.name.startswith(("Memcpy", "Memset")):
@@ -201,7 +201,7 @@ def short_name(kernel: str) -> str:
 
 # --- A measurement
 class UnsupportedError(RuntimeError):
-    """A provider cannot compute a case on this machine; the text says why."""
+    """A provider cannot compute a case on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Verdict:
     Attributes:
         correct: None if nothing ran.
         errors: ``||x - oracle|| / ||oracle||`` over the compared rows, by result.
-        note: what is wrong, or why nothing ran.
+        note: the error, or the reason why nothing ran.
     """
 
     correct: bool | None
@@ -220,7 +220,7 @@ class Verdict:
 
 
 def judge(compare: Callable[[dict[str, float]], None]) -> Verdict:
-    """Run a comparison that fills in errors and raises AssertionError if one is too large."""
+    """Run a comparison that adds errors to a dict and raises AssertionError at a large one."""
     errors, note = dict[str, float](), None
     try:
         compare(errors)
@@ -237,11 +237,11 @@ class Subject:
     Attributes:
         call: the call.
         check: compares its result with fp64.
-        fault: says why the kernels that ran are not the provider's own, or returns None.
-        work: useful ``flops``, moved ``bytes``, counted bytes ``read`` or ``tokens`` of a call.
+        fault: returns the reason why the profiled kernels are not the provider's, or None.
+        work: useful ``flops``, moved ``bytes``, counted bytes ``read``, or ``tokens`` per call.
         time: times the call; None means :func:`time_call`.
         capture: see :func:`time_call`.
-        extra: more fields of the row.
+        extra: additional fields of the row.
     """
 
     call: Callable[[], Any]
@@ -261,7 +261,7 @@ def measure(
     Args:
         make: prepares the call.
         device: the measured device.
-        is_ours: whether an error is a bug, which is raised again, and not a reason for no time.
+        is_ours: whether an error is a bug and is raised again, instead of recorded in the row.
     """
     release_memory(device)
     try:
@@ -292,7 +292,7 @@ def measure(
 
 
 def _rates(work: dict[str, int], timing: Timing, device: torch.device) -> dict[str, Any]:
-    """Row fields of the work of a call, a second."""
+    """Row fields for the work per second."""
     found: dict[str, Any] = {}
     if "flops" in work:
         found["tflops_useful"] = work["flops"] / timing.p50 / 1e9
@@ -309,24 +309,24 @@ def _rates(work: dict[str, int], timing: Timing, device: torch.device) -> dict[s
 
 @cache
 def copy_tbps(device: torch.device) -> float:
-    """Bandwidth of a copy of a large tensor, read and written bytes, TB/s."""
+    """Bandwidth of copying a large tensor, bytes read and written, TB/s."""
     size = 2**30 if device.type == "cuda" else 2**24
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / time_call(lambda: target.copy_(source), device, 100.0).p50 / 1e9
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Exceptions of a computation that cannot run here, Triton's compiler included."""
+    """Exceptions if a computation cannot run here, including those of Triton's compiler."""
     from triton.errors import TritonError
 
     return RuntimeError, TritonError
 
 
 def not_run(reason: str) -> dict[str, Any]:
-    """Fields of a row that says why there is no time."""
+    """Fields of a row without a time, with the reason."""
     return asdict(Verdict(None, {}, f"not run: {reason}"))
 
 
 def judges_kernels(device: torch.device) -> bool:
-    """Whether there are kernels to judge: the profiler sees those of a GPU."""
+    """Whether the profiler records kernels, as it does on a GPU."""
     return device.type == "cuda"

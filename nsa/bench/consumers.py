@@ -21,15 +21,15 @@ from nsa.config import NSAConfig
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import blocks_to_ranges
 
-TILE = 128  # queries and keys that FlexAttention computes or skips together
-QUERIES = 32_768  # of one SDPA call: a CUDA grid has at most 65,535 programs in two dimensions
+TILE = 128  # queries and keys of a FlexAttention block
+QUERIES = 32_768  # per SDPA call: two CUDA grid dimensions are limited to 65,535
 
 
 def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
-    """FlexAttention's mask of block indices ``[B, S, Hkv, n]``.
+    """FlexAttention mask from block indices ``[B, S, Hkv, n]``.
 
-    ``mask`` looks an element up by query and block; ``ranges`` compares it with the merged token
-    ranges of its query.
+    ``by="mask"`` reads a bool per query and block; ``by="ranges"`` compares a key's position with
+    the merged token ranges of the query.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -59,7 +59,7 @@ def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
-    """Attend by FlexAttention, compiled on a GPU."""
+    """Attend with FlexAttention, compiled on a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -69,7 +69,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -
 
 
 def gathered_rows(ids: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Rows of the selected blocks among all blocks, and which of their keys each query sees."""
+    """Row indices of the selected blocks, and a mask of their visible keys for each query."""
     (batch, length, heads, _), size = ids.shape, config.block_size
     first = torch.arange(batch * heads, device=ids.device).view(batch, 1, heads, 1)
     rows = first * -(-length // size) + ids.clamp(min=0)
@@ -80,11 +80,11 @@ def gathered_rows(ids: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
 
 
 def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
-    """Copy the selected keys and values of every query, and attend by SDPA."""
+    """Copy the selected keys and values of every query, and attend with SDPA."""
     size, (batch, length, heads) = config.block_size, k.shape[:3]
     missing = -length % size
 
-    def copied(x: Tensor, rows: Tensor) -> Tensor:  # the gradient of an embedding adds up in fp32
+    def copied(x: Tensor, rows: Tensor) -> Tensor:  # embedding: its gradient is summed in fp32
         blocks = pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, size)).movedim(3, 1)
         table = blocks.reshape(batch * heads * blocks.shape[2], -1)
         return embedding(rows, table).view(*rows.shape[:2], -1, x.shape[-1])
@@ -96,7 +96,7 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfi
     return torch.cat(out).view(*q.shape[:3], -1)
 
 
-# What each consumer makes from the block indices, and how it attends with it.
+# Preparation from block indices, and attention, by consumer.
 CONSUMERS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "indices": (lambda ids, config: ids, lambda *given: selected_attention(*given)[0]),
     "mask": (partial(block_mask, by="mask"), attend_flex),
@@ -116,7 +116,7 @@ def bench_consumers(
     out: Path | None = None,
     commit: str | None = None,
 ) -> bool:
-    """Measure, print and write rows; return whether every row that ran is correct."""
+    """Measure, print and write rows; return whether every measured row is correct."""
     case, config = CASES["attention.selected"], shape.config()
     results = Results(out, device, commit)
     for choice, seq_len in product(choices, seqs):
@@ -130,10 +130,10 @@ def bench_consumers(
 
 
 def _subject(name: str, mode: str, gate: Gate) -> Subject:
-    """A call that makes what attention needs from the block indices, and attends."""
+    """Prepare a call that converts block indices for a consumer, and attends."""
     problem, (make, attend) = gate.problem, CONSUMERS[name]
     x, config, device = problem.tensors, problem.config, problem.point.device
-    torch.compiler.reset()  # compile each point on its own, with its static shapes
+    torch.compiler.reset()  # compile each point separately, with static shapes
     needs_grad = mode == "fwd_bwd"  # FlexAttention on a CPU has no backward pass
     leaves = {leaf: x[leaf].detach().requires_grad_(needs_grad) for leaf in problem.case.inputs}
     make = partial(make, x["block_indices"], config)

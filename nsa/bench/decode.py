@@ -1,4 +1,4 @@
-"""``nsa bench decode``: attention of one step, whole models that generate, and ``generate()``."""
+"""``nsa bench decode``: attention of one step, steps of whole models, and ``generate()``."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ from nsa.testing.decode import fill_cache, reference_step
 WHERE = "nsa bench decode"
 CASES = ("decode.attention", "decode.model")
 ATTENTION = ("nsa", *DENSE_DECODE, "reference")
-GENERATORS = {"hf": "nsa", "transformers": "dense"}  # generate() of transformers: model's attention
+GENERATORS = {"hf": "nsa", "transformers": "dense"}  # models of transformers' generate()
 PROVIDERS = tuple(dict.fromkeys((*ATTENTION, *MODELS, *GENERATORS)))
-# Providers that may refuse a point; an error of another is a bug of this library.
+# Providers that may not support a point; errors of other providers are bugs of this library.
 FOREIGN = (*DENSE_DECODE[:-1], "transformers")
-ATTENTION_POINTS = ((65_536, 32), (16_384, 128))  # tokens of context and sequences
+ATTENTION_POINTS = ((65_536, 32), (16_384, 128))  # context length, number of sequences
 MODEL_POINTS = ((2048, 1), (65_536, 1), (1_048_576, 1), (16_384, 64), (65_536, 64))
 PREFILLS = (65_536,)
 SHORTEST = 128
-LONGEST_PROMPT = 65_536  # of generate(), whose prompt is computed
-DTYPE = torch.bfloat16  # of weights, products, attention and the residual stream
+LONGEST_PROMPT = 65_536  # limit of generate(), which computes the prompt
+DTYPE = torch.bfloat16  # weights, products, attention and residual stream
 GATE_LAYERS, GATE_STEPS = 2, 3  # on a GPU the third step replays the CUDA graph of the second
 WARM_UP_STEPS, EXTRA_STEPS, PREFILL_CALLS = 3, 8, 5
-# Backends of SDPA, and a part of their kernels' names.
+# Backends of SDPA, and a part of the names of their kernels.
 _SDPA = {
     "cudnn": (SDPBackend.CUDNN_ATTENTION, "cudnn"),
     "fa2": (SDPBackend.FLASH_ATTENTION, "flash_fwd"),
@@ -98,17 +98,17 @@ def bench_decode(
         config: configuration of ``decode.model``.
         name: name of that configuration in rows.
         device: the measured device.
-        cases: words of ``CASES``.
-        providers: words of ``PROVIDERS``; None means for attention all but the reference, which
-            runs alone without a GPU, and for models the sparse and the dense one.
-        points: tokens of context and sequences; None means the defaults of each case.
-        prefills: tokens of prompts; None means the default, but none if points are given.
+        cases: members of ``CASES``.
+        providers: members of ``PROVIDERS``; None means, for attention, all but the reference (on a
+            CPU only the reference), and for models, sparse and dense.
+        points: context length and number of sequences; None means the defaults of each case.
+        prefills: prompt lengths, tokens; None means the default, or none if points are given.
         steps: timed steps of a model.
         out: JSONL file to append to; None prints the rows only.
         commit: recorded if the checkout has no git.
 
     Returns:
-        Whether every row that ran is correct.
+        Whether every measured row is correct.
 
     Raises:
         ValueError: there is no GPU, or a context is too short.
@@ -155,7 +155,7 @@ def attention_step(provider: str, point: Point) -> Subject:
     """Prepare a provider's attention of one new token, after a context of random keys and values.
 
     Raises:
-        UnsupportedError: it needs a GPU.
+        UnsupportedError: the provider needs a GPU.
     """
     config, read = point.shape.config(), None
     is_reference = provider == "reference"
@@ -192,13 +192,13 @@ def attention_step(provider: str, point: Point) -> Subject:
     )
 
 
-Exact = Callable[[int, torch.dtype], Tensor]  # attention of one sequence in a dtype, [1, Hq, Dv]
+Exact = Callable[[int, torch.dtype], Tensor]  # (sequence, dtype) -> attention [1, Hq, Dv]
 
 
 def _cached(
     point: Point, config: NSAConfig, is_reference: bool
 ) -> tuple[Callable[[], Tensor], Exact, int]:
-    """A step over a decode cache, its reference, and the keys that it reads."""
+    """Return a step over a decode cache, its reference, and the number of keys it reads."""
     batch, length = point.batch, point.seq_len - 1
     x = make_inputs(config, [1] * batch, seed=1, dtype=point.dtype, device=point.device)
     sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if config.scores_blocks else [None] * 4
@@ -228,16 +228,16 @@ def _cached(
 
 
 def bytes_of_keys(keys: int, config: NSAConfig, dtype: torch.dtype) -> int:
-    """Bytes of this many keys of one head and their values."""
+    """Bytes of a number of keys and values of one head."""
     return keys * (config.head_dim + config.value_dim) * dtype.itemsize
 
 
 def _static(
     point: Point, config: NSAConfig, provider: str
 ) -> tuple[Callable[[], Tensor], Exact, tuple[str, ...]]:
-    """Dense attention of PyTorch over static keys and values, its reference, and its kernel.
+    """Return PyTorch dense attention over static keys and values, its reference and its kernels.
 
-    With ``-folded``, query heads that share keys are the rows of one query tile.
+    With ``-folded``, query heads of a group are the rows of one query tile.
     """
     heads, batch, seq_len = config.num_kv_heads, point.batch, point.seq_len
     q = normal((batch, config.num_heads, 1, config.head_dim), point, seed=1)
@@ -256,7 +256,7 @@ def _static(
     if kind == "flex":
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch.compiler.reset()  # compile each point on its own, with its static shapes
+        torch.compiler.reset()  # compile each point separately, with static shapes
         attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         kernel = "triton_"
     else:
@@ -272,14 +272,14 @@ def _static(
 
 # --- Models
 def new_model(config: LMConfig, device: torch.device) -> LanguageModel:
-    """Make a model with random weights in ``DTYPE``, the same ones on every device."""
+    """Make a model with random weights in ``DTYPE``, equal on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LanguageModel(config).to(device, DTYPE).eval()
 
 
 def _timed(call: Callable[[], object], calls: int, method: str, device: torch.device) -> Timing:
-    """Time warmed-up calls, with the host's work between them."""
+    """Time warmed-up calls, including host time between them."""
     for _ in range(WARM_UP_STEPS):
         call()
     synchronize(device)
@@ -291,7 +291,7 @@ def _timed(call: Callable[[], object], calls: int, method: str, device: torch.de
 def model_step(
     config: LMConfig, context: int, batch: int, steps: int, device: torch.device
 ) -> Subject:
-    """Prepare greedy steps after a context of random keys; the tokens stay on the device."""
+    """Prepare greedy decode steps after a context of random keys; tokens stay on the device."""
     most = context + WARM_UP_STEPS + steps + EXTRA_STEPS
     model = new_model(config, device)
     decoder = Decoder(model, batch, max_tokens=most)
@@ -313,7 +313,7 @@ def model_step(
             reads = torch.zeros(batch * heads, 3, dtype=torch.int64, device=device)
             for layer in layers:
                 layer.reads = reads
-            decoder.take(tokens)  # not from the graph, whose kernels do not count
+            decoder.take(tokens)  # eager: captured kernels do not count reads
             keys = int(reads.sum())
         parts = model.num_parameters()
         weights = parts["total"] - parts["embedding"] * (not config.tie_head)
@@ -328,7 +328,7 @@ def model_step(
 
 @torch.no_grad()
 def prefill(config: LMConfig, length: int, device: torch.device) -> Subject:
-    """Prepare a prompt of one sequence, from token numbers on the host to logits."""
+    """Prepare the prefill of one sequence, from token ids on the host to logits."""
     decoder = Decoder(new_model(config, device), max_tokens=length)
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
@@ -349,8 +349,8 @@ def prefill(config: LMConfig, length: int, device: torch.device) -> Subject:
 def check_decoder(config: LMConfig, device: torch.device) -> Verdict:
     """Compare logits of a prompt and of steps after it with full passes in fp64 on the CPU.
 
-    Two layers and so few tokens that every block is selected: if blocks compete, rounding decides
-    between two with nearly equal scores.
+    The model has two layers and so few tokens that every block is selected: otherwise rounding
+    could decide between blocks with nearly equal scores.
     """
     pattern, cpu = config.nsa, torch.device("cpu")
     config = replace(config, num_layers=min(config.num_layers, GATE_LAYERS))
@@ -377,7 +377,7 @@ def check_decoder(config: LMConfig, device: torch.device) -> Verdict:
 
 # --- generate() of transformers
 def new_generator(name: str, config: LMConfig, max_tokens: int) -> Any:
-    """Make a transformers model with random weights: this one, or a dense Llama of equal size."""
+    """Make a transformers model with random weights: this library's, or a Llama of equal size."""
     if name == "hf":
         from nsa.hf import NSAForCausalLM, NSALMConfig
 
@@ -402,7 +402,7 @@ def new_generator(name: str, config: LMConfig, max_tokens: int) -> Any:
 def generate(
     name: str, config: LMConfig, context: int, batch: int, steps: int, device: torch.device
 ) -> Subject:
-    """Prepare ``generate()`` with a static cache; its last logits are compared with a full pass.
+    """Prepare ``generate()`` with a static cache; compare its last logits with a full pass.
 
     Raises:
         UnsupportedError: transformers is not installed, there are several sequences, or the prompt
@@ -431,10 +431,10 @@ def generate(
 
     options: dict[str, Any] = {
         "do_sample": False,
-        "cache_implementation": "static",  # on a GPU Llama's steps are compiled with it
+        "cache_implementation": "static",  # compiles Llama's steps on a GPU
         "eos_token_id": None,
         "pad_token_id": 0,
-        "attention_mask": torch.ones_like(prompt),  # else tokens equal to the padding are masked
+        "attention_mask": torch.ones_like(prompt),  # otherwise padding ids are masked
         "logits_processor": [Clock()],
         "max_new_tokens": steps + 1,
     }

@@ -1,4 +1,4 @@
-"""The correctness gate: results are compared with fp64 before anything is timed."""
+"""Correctness gate: compare results with fp64 before timing them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from nsa.testing.sampled import (
 from nsa.train.execution.precision import autocast
 
 SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
-# Gradients of keys are compared where few queries see them: for dense attention, and for sequences
-# so long that all queries after a key would take the oracle minutes.
+# Last tokens, where few queries see a key: the only compared gradients of keys for dense attention
+# and very long sequences, for which the oracle would take minutes.
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
 
@@ -51,7 +51,7 @@ class Gate:
         self.problem = problem
         point, config = problem.point, problem.config
         self._offsets = packed_offsets([point.seq_len] * point.batch, point.device)
-        # The differences that make up dq cancel most in the first queries, which see few keys.
+        # dq has the largest cancellation in the first queries, which see few keys.
         edges = [*range(config.block_size + 1), config.num_selected_blocks * config.block_size]
         edges = [t for t in (*edges, config.window_size) if t < point.seq_len]
         drawn = sample_rows(self._offsets, SAMPLED_QUERIES)
@@ -69,16 +69,16 @@ class Gate:
             name: x.flatten(0, 1) if x.shape[:2] == batch else x for name, x in tensors.items()
         }
         self._known: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._block_indices: Tensor | None = None  # of whole attention
+        self._block_indices: Tensor | None = None  # for whole attention
 
     def check(self, results: Tensors, *, dense: bool = False, backend: str = "triton") -> Verdict:
-        """Compare outputs, and gradients named ``d`` and the input's name.
+        """Compare outputs and gradients; a gradient is named ``d`` plus the name of the input.
 
         Args:
             results: whole tensors by name.
-            dense: whether they are dense causal attention over q, k_slc, v_slc.
-            backend: computes the selection within whole attention, which is checked first and then
-                given to the oracle.
+            dense: whether the results are dense causal attention over q, k_slc, v_slc.
+            backend: backend that computes the selection within whole attention, which is checked
+                first and then passed to the oracle.
         """
         case = "dense" if dense else self.problem.case.name
 
@@ -103,9 +103,9 @@ class Gate:
         return judge(measure)
 
     def recall(self, chosen: Tensor) -> float:
-        """Fraction of the exact fp64 selection found in ``chosen`` ``[B, S, Hkv, n]``.
+        """Recall of the exact fp64 selection in ``chosen`` ``[B, S, Hkv, n]``.
 
-        Counts the sampled queries whose n-th best block is clear.
+        Includes the sampled queries whose n-th best block does not depend on rounding.
         """
         config = replace(self.problem.config, coarse_block_size=None, num_coarse_blocks=0)
         config = replace(config, score_precision="exact")
@@ -128,11 +128,11 @@ class Gate:
         """Rows and values of results, computed in ``dtype``."""
         x, config, queries, keys = self._packed, self.problem.config, self.queries, self.keys
         sample, rope = self._sample(queries), Rope.from_config(config)
-        if case == "attention":  # with the block indices that were checked
+        if case == "attention":  # uses the checked block indices
             assert self._block_indices is not None
             whole = {**x, "block_indices": self._block_indices.flatten(0, 1)}
             return sampled_values(case, whole, sample, config, dtype, Phi(rope=rope))
-        if case == "attention.combine":  # its rows do not depend on each other
+        if case == "attention.combine":  # rows are independent
             inputs = {name: x[name][queries].to(dtype) for name in self.problem.case.inputs}
             leaves = {name: y.requires_grad_() for name, y in inputs.items()}
             (out,) = self.problem.case.call(leaves, config, "reference")
@@ -173,7 +173,7 @@ class Gate:
 
     # --- Selection
     def _select(self, backend: str) -> None:
-        """Check the block indices within whole attention, on which its values depend."""
+        """Check the block indices of whole attention, on which its other results depend."""
         problem = self.problem
         base, point, config = problem.tensors, problem.point, problem.config
         made = prepare(CASES["attention.choice"], base, point, config, backend)
@@ -185,7 +185,7 @@ class Gate:
             self._known.pop("attention", None)
 
     def _check_selection(self, chosen: Tensor, problem: Problem) -> None:
-        """Fail unless indices are legal, and equal to fp64's selection on sampled rows.
+        """Fail unless indices are valid, and equal to the fp64 selection on sampled rows.
 
         Args:
             chosen: ``[B, S, Hkv, n]``.
@@ -212,7 +212,7 @@ class Gate:
 
 
 def approximates(config: NSAConfig) -> bool:
-    """Whether the pattern selects blocks approximately."""
+    """Whether the pattern has an approximate selection."""
     return config.coarse_block_size is not None or config.score_precision != "exact"
 
 
@@ -224,7 +224,7 @@ class ModelGate:
         module: the module on the CPU.
         inputs: positional arguments; float tensors get gradients.
         compute_dtype: autocast precision, see :func:`autocast`.
-        dtype: dtype that the baseline is rounded to.
+        dtype: dtype to which the baseline is rounded.
         part_of: maps a parameter's name to the part of the module whose gradients are compared.
         output: name of the output.
         options: keyword arguments of the call.
@@ -258,10 +258,10 @@ class ModelGate:
         """Compare ``run``, the measured form of ``module`` on the device.
 
         Args:
-            module: a copy on the device, which has the weights.
+            module: copy of the module on the device.
             run: the module, or its compiled form.
             device: the measured device.
-            factor: how many times the CPU's error in the same precision is allowed.
+            factor: allowed error as a multiple of the CPU's error in the same precision.
         """
         inputs = [x.to(device) for x in self._inputs]
         found = self._results(module, run, inputs, autocast(device, self._compute_dtype))
@@ -296,6 +296,6 @@ class ModelGate:
 
 
 def random_gradient(out: Tensor) -> Tensor:
-    """Draw the same gradient for every dtype and device; bfloat16 represents it exactly."""
+    """Draw a gradient that is equal for all dtypes and devices, and exact in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)

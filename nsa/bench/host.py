@@ -34,8 +34,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 MODES = ("fwd", "fwd_bwd", *COMPILED)
 WEIGHTS = ("bfloat16", "float32")  # float32 runs under autocast to bfloat16
 WARM_UP_CALLS = 5
-# Allowed error as a multiple of the CPU's own: the worst of 12,288 rows in bfloat16 differs by more
-# than two between two correct results.
+# Allowed error as a multiple of the CPU's: for the worst of 12,288 rows in bfloat16, two correct
+# results differ by more than a factor of two.
 BUDGET = 3.0
 
 
@@ -124,13 +124,13 @@ def bench_host(
     Args:
         shape: heads.
         width: size of the layer's input.
-        tokens: lengths of the one sequence.
+        tokens: sequence lengths, tokens.
         device: the measured device.
-        cases: words of ``CASES``.
-        providers: words of ``PROVIDERS``.
-        modes: words of ``MODES``.
-        weights: words of ``WEIGHTS``.
-        calls: timed calls.
+        cases: members of ``CASES``.
+        providers: members of ``PROVIDERS``.
+        modes: members of ``MODES``.
+        weights: members of ``WEIGHTS``.
+        calls: number of timed calls.
         out: JSONL file to append to; None prints the rows only.
         commit: recorded if the checkout has no git.
 
@@ -138,7 +138,7 @@ def bench_host(
         Whether every result is correct.
 
     Raises:
-        UsageError: transformers is asked for and not installed.
+        UsageError: transformers is requested but not installed.
     """
     if "llama" in providers and "host.module" in cases:
         require("nsa bench host", "hf")
@@ -146,7 +146,7 @@ def bench_host(
     kinds = [("host.function", "bfloat16", "nsa")]  # a function has no weights
     kinds += itertools.product(("host.module",), weights, providers)
     config = shape.config()
-    # So short that every block is selected: if blocks compete, rounding decides between two with
+    # So short that every block is selected: otherwise rounding could decide between blocks with
     # nearly equal scores (`nsa bench attention` checks the selection).
     gate_tokens = config.num_selected_blocks * config.block_size
     for case, name, provider in kinds:
@@ -186,7 +186,7 @@ def _subject(
     calls: int,
     verdict: Verdict,
 ) -> Subject:
-    """Prepare a forward, or forward and backward, whose CPU time is measured."""
+    """Prepare a forward pass, or forward and backward, for :func:`host_times`."""
     device, leaves = inputs[0].device, [x.requires_grad_(backward) for x in inputs]
     with torch.no_grad(), precision:
         gradient = random_gradient(layer(*leaves))
@@ -219,8 +219,8 @@ def host_times(
     Args:
         call: the call.
         forget: called before each call, outside the measured time.
-        device: the GPU, which is waited for.
-        calls: timed calls.
+        device: the GPU, which is idle before each call.
+        calls: number of timed calls.
     """
     samples = []
     for _ in range(WARM_UP_CALLS + calls):

@@ -1,4 +1,4 @@
-"""``nsa bench report``: tables and plots made from rows alone, and the regression guard."""
+"""``nsa bench report``: tables and plots from rows, and the regression guard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PLOTTED = ("attention", "train", "decode.attention", "decode.model")
 def write_report(rows: Sequence[Row], folder: Path) -> Path:
     """Write ``report.md`` and its plots.
 
-    The newest row of each kind counts; ratios are made within one run.
+    The newest row of each kind is used; ratios are computed within one run.
 
     Args:
         rows: rows of any benchmark.
@@ -100,7 +100,7 @@ def _table(rows: Sequence[Row], by: Figures) -> str:
 
 
 def of_one_batch(rows: Sequence[Row]) -> list[Row]:
-    """Rows with most sequences at each length; for models that generate, steps of one sequence."""
+    """Rows with most sequences at each length; for decode steps of models, one sequence."""
     if all(row.case == "decode.model" for row in rows):
         return [row for row in rows if (row.mode, row.batch) == ("step", 1)]
     most = {row.seq_len: row.batch for row in sorted(rows, key=lambda row: row.batch)}
@@ -140,7 +140,7 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
 def series(
     rows: Iterable[Row], by: Figures, value: Value
 ) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Points of S and value in order of S, by provider and mode."""
+    """Points ``(S, value)`` sorted by S, by provider and mode."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.provider, row.mode, row.seq_len)):
         y = value(row, by)
@@ -151,18 +151,18 @@ def series(
 
 # --- Guard
 def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tuple[list[str], bool]:
-    """Compare ratios to dense attention, of time and of memory, with those of baseline rows.
+    """Compare time and memory relative to dense attention with baseline rows.
 
     Args:
         rows: new rows.
-        baseline: rows to compare them with; the newest of each kind counts.
+        baseline: rows to compare with; the newest of each kind is used.
         tolerance: fraction by which a ratio may exceed the baseline's.
 
     Returns:
-        Lines for a reader, and whether no ratio is worse and no row is wrong.
+        Lines to print, and whether no ratio is worse and no row is wrong.
 
     Raises:
-        ValueError: there is nothing to compare.
+        ValueError: there are no common ratios.
     """
     known, new = _ratios(list(baseline)), _ratios(rows)
     both = [(*found, known[key][2]) for key, found in new.items() if key in known]
@@ -187,7 +187,7 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
 
 
 def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, str, float]]:
-    """Newest ratio to dense of each kind; void ratios and dense rows are left out."""
+    """Newest ratio to dense of each kind, without void ratios and dense rows."""
     by, found = figures(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
         if row.provider == UNMASKED or is_dense(row) or is_void(row, by):

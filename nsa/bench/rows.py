@@ -1,4 +1,4 @@
-"""Rows of results, one JSON object a line, and the ratios between rows and their targets."""
+"""Result rows as JSON lines, ratios between rows, and targets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nsa.train import environment
 
 TARGETS = Path(__file__).with_name("targets.json")
 DENSE = "dense-cudnn"
-UNMASKED = "dense-unmasked"  # training: dense attention across documents
-# Dense attention of a decode step. With -folded, query heads that share keys are rows of one query.
+UNMASKED = "dense-unmasked"  # training with dense attention across documents
+# Dense attention of a decode step. With -folded, query heads of a group are rows of one query.
 DENSE_DECODE = (
     "dense-cudnn",
     "dense-fa2",
@@ -31,9 +31,9 @@ DENSE_DECODE = (
 )
 # Ratios to dense use the fastest of these providers; other cases use DENSE in case `attention`.
 _DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention": DENSE_DECODE}
-# Units in which more is better.
+# Units in which higher is better.
 _SPEEDS = ("tokens/s", "of one", "times dense", "of copy bandwidth")
-# Settings of a training step on which its ratios depend.
+# Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
 
@@ -101,12 +101,12 @@ class Row:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Rows of one kind repeat one measurement; the newest counts."""
+        """Key of rows that repeat one measurement; the newest is used."""
         where = (self.gpu, self.case, self.provider, self.shape, self.choice, self.dtype)
         return *where, self.seq_len, self.batch, self.mode, self.is_masked, self.num_gpus
 
     def __post_init__(self) -> None:
-        """Refuse a time without a correct result."""
+        """Assert that a row with a time is correct."""
         timed = [self.ms_p50, self.ms_p20, self.ms_p80, self.tokens_per_s, self.mfu]
         assert self.correct is True or timed == [None] * 5, "a time without a correct result"
         assert self.correct is True or self.note, "a row without a time says why"
@@ -143,7 +143,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     """Read the rows of several files.
 
     Raises:
-        ValueError: a line is not a row; the message names file, line and fault.
+        ValueError: a line is not a row; the message names file, line and error.
     """
     return [
         _parse(line, f"{path}:{number}")
@@ -156,7 +156,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 def _parse(line: str, where: str) -> Row:
     try:
         return Row(**json.loads(line))
-    except (ValueError, TypeError, AssertionError) as error:  # not JSON, other fields, a false time
+    except (ValueError, TypeError, AssertionError) as error:  # also fields or times that are wrong
         argument, rule = f"{where}: the line", "be a row that the benchmark writes"
         raise UserError("read_rows", argument, rule, error) from error
 
@@ -177,7 +177,7 @@ Figures = Mapping[tuple[object, ...], Row]
 
 
 def figures(rows: Iterable[Row]) -> Figures:
-    """Index rows with a time for ratios: by their run and work, and steps on one GPU by setting."""
+    """Index rows with a time for ratios: by run and work, and steps on one GPU by settings."""
     found: dict[tuple[object, ...], Row] = {}
     for row in measured(rows):
         found[_key(row)] = row
@@ -200,7 +200,7 @@ def _step_key(row: Row) -> tuple[object, ...]:
 
 
 def ratio(row: Row, by: Figures, name: str = "ms_p50", **names: str) -> float | None:
-    """Divide time or memory by that of the row in the same run with these other names."""
+    """Divide time or memory by that of a row of the same run with other field values."""
     return _quotient(row, by.get(_key(replace(row, **names))), name)  # type: ignore[arg-type]
 
 
@@ -210,12 +210,12 @@ def _quotient(row: Row, below: Row | None, name: str) -> float | None:
 
 
 def is_dense(row: Row) -> bool:
-    """Whether ratios are made with this row, or with a faster one of its kind."""
+    """Whether the row is a baseline of ratios."""
     return row.provider in _DENSE_OF.get(row.case, (DENSE,))
 
 
 def fastest_dense(row: Row, by: Figures) -> Row | None:
-    """Return the fastest dense attention, or the dense model, of the same run."""
+    """Return the fastest dense attention, or the dense model, in the same run."""
     case = row.case if row.case in _DENSE_OF else "attention"
     names = _DENSE_OF.get(row.case, (DENSE,))
     found = [by.get(_key(replace(row, case=case, provider=name))) for name in names]
@@ -223,17 +223,17 @@ def fastest_dense(row: Row, by: Figures) -> Row | None:
 
 
 def of_dense(row: Row, by: Figures, name: str = "ms_p50") -> float | None:
-    """Divide time or memory by dense attention's in the same run; None without it."""
+    """Divide time or memory by that of dense attention in the same run; None without it."""
     return _quotient(row, fastest_dense(row, by), name)
 
 
 def of_one_gpu(row: Row, by: Figures) -> float | None:
-    """Divide the speed by that of one GPU with the same commit, work and settings."""
+    """Divide the speed by that on one GPU with the same commit, work and settings."""
     return _quotient(row, by.get(_step_key(row)), "tokens_per_s") if row.case == "train" else None
 
 
 def is_void(row: Row, by: Figures) -> bool:
-    """Whether dense attention misses its own target, so that a ratio to it says nothing."""
+    """Whether dense attention misses its own target, so that ratios to it are meaningless."""
     dense = fastest_dense(row, by)
     return dense is not None and not all(passed for _, passed in outcomes(dense, by))
 
@@ -247,17 +247,17 @@ def targets() -> dict[str, Any]:
 
 
 def reaches(unit: str, bound: float, value: float) -> bool:
-    """Whether ``value`` is on the right side of ``bound``."""
+    """Whether ``value`` satisfies ``bound``."""
     return value >= bound if unit in _SPEEDS else value <= bound
 
 
 def outcomes(row: Row, by: Figures) -> list[tuple[str, bool]]:
-    """Compare a row with its targets: measured value with verdicts, and whether it passes.
+    """Compare a row with its targets: measured value with verdict, and whether it passes.
 
-    Units: ``ms``; ``of dense-cudnn``, time divided by dense attention's; ``of random``, by that of
-    random selection; ``MiB of dense``, peak memory divided by the dense model's; ``of llama``, by
-    Llama's layer; ``of one``, speed divided by one GPU's; ``times dense``, the fastest dense time
-    divided by the row's; ``of copy bandwidth``, for that fastest dense row.
+    Units: ``ms``; ``of dense-cudnn``, time relative to dense attention; ``of random``, relative to
+    random selection; ``MiB of dense``, peak memory relative to the dense model; ``of llama``,
+    relative to Llama's layer; ``of one``, speed relative to one GPU; ``times dense``, the fastest
+    dense time divided by the row's; ``of copy bandwidth``, for the fastest dense row.
     """
     if row.ms_p50 is None or row.gpu != targets()["gpu"]:
         return []

@@ -1,4 +1,4 @@
-"""Tables for a terminal and in Markdown, and rows as they are measured."""
+"""Tables for the terminal and in Markdown, and progress lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Cells = Mapping[str, Callable[[Kind], str]]
 
 
 class Results:
-    """Rows of this process: each is printed, and appended to a JSONL file if a path is given.
+    """Rows of this process, printed and optionally appended to a JSONL file.
 
     Args:
         path: file to append to; None keeps the rows in memory.
@@ -76,13 +76,13 @@ class Results:
             append_row(self._path, row)
 
     def finish(self) -> bool:
-        """Print the table; return whether no row is wrong."""
+        """Print the table; return True if no row is wrong."""
         print("\n" + result_table(self.rows), flush=True)
         return all(row.correct is not False for row in self.rows)
 
 
 def progress_line(row: Row) -> str:
-    """One row as it is measured."""
+    """Progress line of a row."""
     name = f"  {row.case:22} {row.provider:14} {row.mode:8} S {row.seq_len:,} x {row.batch}"
     if row.ms_p50 is None:
         return f"{name}: {'WRONG: ' if row.correct is False else ''}{row.note}"
@@ -90,7 +90,7 @@ def progress_line(row: Row) -> str:
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """Rows with a time, ratios within their run, and targets; then why the others have no time."""
+    """Table of rows with a time, ratios and targets; then the reasons of rows without a time."""
     lines = align(table(row_cells(figures(rows)), measured(rows))) if measured(rows) else []
     return "\n".join(
         [*lines, *(f"without a time: {point(row)}: {row.note}" for row in rows if row.note)],
@@ -98,12 +98,12 @@ def result_table(rows: Sequence[Row]) -> str:
 
 
 def point(row: Row) -> str:
-    """The case, provider, shape, length and mode of a row."""
+    """Case, provider, shape, length and mode of a row."""
     return f"{row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}"
 
 
 def row_cells(by: Figures) -> Cells[Row]:
-    """Columns of a table of rows; ratios are made with ``by``."""
+    """Columns of a table of rows; ratios use ``by``."""
 
     def time_of_dense(row: Row) -> str:
         found = of_dense(row, by)
@@ -134,7 +134,7 @@ def row_cells(by: Figures) -> Cells[Row]:
 
 
 def _field(name: str) -> Callable[[Row], str]:
-    """A column of a field: words, or numbers of four digits, of all digits from 1,000 on."""
+    """Column of a field: text, or numbers with four digits, with all digits from 1,000."""
 
     def cell(row: Row) -> str:
         value = getattr(row, name)
@@ -151,17 +151,17 @@ def _time(row: Row) -> str:
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:
-    """Settings and their values, one after the other."""
+    """Settings and their values as one line."""
     return ", ".join(f"{name} {value}" for name, value in (settings or {}).items())
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """Format a cell; empty without a value."""
+    """Format a cell; empty for None."""
     return "" if value is None else format(value, form)
 
 
 def table(cells: Cells[Kind], rows: Sequence[Kind]) -> list[tuple[str, ...]]:
-    """Header and rows; columns that are empty in every row are left out."""
+    """Header and rows, without columns that are empty in every row."""
     columns = [(head, *map(cell, rows)) for head, cell in cells.items()]
     return list(zip(*(column for column in columns if any(column[1:]) or not rows), strict=True))
 

@@ -1,4 +1,4 @@
-"""``nsa bench train``: training steps by the trainer itself, sparse and dense, on any GPUs."""
+"""``nsa bench train``: training steps of the trainer, sparse and dense, on one or more GPUs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from nsa.train.watch.out_of_memory import (
     smaller_micro_batch,
 )
 
-Fields = dict[str, Any]  # of a row
+Fields = dict[str, Any]  # fields of a row
 WHERE = "nsa bench train"
 PROVIDERS = ("nsa", "dense", "dense-matched")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in rows
-LOG_EVERY = 20  # most steps between rows of metrics
+LOG_EVERY = 20  # maximum steps between rows of metrics
 GATE_SEQUENCES = GATE_LAYERS = 2
 _PARTS = ("gate.net", "phi", "norm", "attention", "mlp", "embedding")
 # Each branch must run a kernel of these cases.
@@ -62,7 +62,7 @@ _SETTINGS = (
     "telemetry",
     "log_every",
 )
-# Attention of other libraries. Matrix products are other libraries' in any model.
+# Attention of other libraries. Every model uses matrix products of other libraries.
 _FOREIGN_ATTENTION = ("flash", "fmha", "sdpa")
 # Kernels of PyTorch's dense attention within documents: FlashAttention, memory-efficient, cuDNN,
 # FlexAttention.
@@ -77,8 +77,8 @@ class Subject:
     Attributes:
         name: provider in rows.
         config: the run.
-        file: its configuration file without changes.
-        base: the first configuration, with which the row's ``variant`` compares; or None.
+        file: its unchanged configuration file.
+        base: first configuration, whose differences are the row's ``variant``; or None.
     """
 
     name: str
@@ -99,14 +99,14 @@ def find_subjects(
 
     Args:
         paths: configurations; the first one is the base.
-        settings: values by dotted name, for all of them.
+        settings: values by dotted name, for all configurations.
         variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
         names: models of the base; None means all of ``PROVIDERS``, or the base's own if there are
             other configurations.
-        unmasked: adds the dense model whose attention crosses documents.
+        unmasked: add the dense model with attention across documents.
 
     Raises:
-        ValueError: a configuration is not valid, or two runs have one name.
+        ValueError: a configuration is not valid, or two runs have the same name.
     """
     file, base = load_config(paths[0]), load_config(paths[0], settings)
     if names is None:
@@ -141,7 +141,7 @@ def rebatch(
     micro_batch: int | None = None,
     world_size: int = 1,
 ) -> TrainConfig:
-    """Change the length and batch of a run, and divide its batch among processes.
+    """Change the length and batch of a run, and split its batch among processes.
 
     Args:
         config: the run.
@@ -151,7 +151,7 @@ def rebatch(
         world_size: number of processes; above 1 each has micro-batches of at most this size.
 
     Raises:
-        ValueError: the sequences of a step cannot be divided.
+        ValueError: the sequences of a step cannot be split evenly.
     """
     seq_len = seq_len or config.seq_len
     sequences = config.global_batch if tokens is None else max(1, tokens // seq_len)
@@ -178,10 +178,10 @@ def rebatch(
 
 
 def as_measured(config: TrainConfig, warmup: int, steps: int) -> TrainConfig:
-    """Adapt a run to the benchmark, which no row counts as a change.
+    """Adapt a run to the benchmark; these changes are not part of a row's ``variant``.
 
-    It is long enough for the steps and writes a row of metrics among them; evaluations,
-    checkpoints and samples are left out.
+    The run is long enough for the steps and writes at least one row of metrics. Evaluations,
+    checkpoints and samples are disabled.
     """
     return replace(
         config,
@@ -194,7 +194,7 @@ def as_measured(config: TrainConfig, warmup: int, steps: int) -> TrainConfig:
 
 
 def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:
-    """Settings of ``other`` that are not those of ``base``, by dotted name."""
+    """Settings of ``other`` that differ from ``base``, by dotted name."""
     before, after = (dict(_flat(dataclasses.asdict(config))) for config in (base, other))
     return {
         name: after[name] for name in after if name not in before or before[name] != after[name]
@@ -211,14 +211,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 # --- The gate
 def gate_config(config: TrainConfig) -> TrainConfig:
-    """The compared run: two layers, and sequences so short that every block is selected.
+    """Config of the gate: two layers, and sequences so short that every block is selected.
 
-    If blocks compete, rounding decides between two with nearly equal scores, and no budget bounds
-    the gradients; ``nsa bench attention`` checks the selection.
+    Otherwise rounding could decide between blocks with nearly equal scores, and gradients would
+    have no bound; ``nsa bench attention`` checks the selection.
     """
     pattern = config.model.nsa
     model = replace(config.model, num_layers=min(config.model.num_layers, GATE_LAYERS))
-    whole = config.checkpointing.policy == "range"  # which may contain neither layer
+    whole = config.checkpointing.policy == "range"  # the range may contain neither layer
     return replace(
         config,
         model=model,
@@ -235,8 +235,8 @@ def gate_config(config: TrainConfig) -> TrainConfig:
 def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     """Compare loss and gradients of a fresh model, by part, with the fp64 reference on the CPU.
 
-    The model runs as the trainer runs it: same loss, compiled or not, activations checkpointed or
-    not, in the run's precision.
+    The model runs as in the trainer: same loss, compilation, activation checkpointing and
+    precision.
     """
     config = gate_config(config)
     generator = torch.Generator().manual_seed(config.seed)
@@ -246,7 +246,7 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LanguageModel(config.model)
-    # TF32 has a mantissa between that of bf16 and that of fp32.
+    # The mantissa of TF32 is between bf16 and fp32.
     rounded = config.compute_dtype == "bf16" or config.tf32
     gate = ModelGate(
         NextTokenLoss(model),
@@ -269,7 +269,7 @@ def _part_of(parameter: str) -> str:
 
 
 def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | None:
-    """Say why the kernels that ran are not those of this model's attention."""
+    """Reason why the profiled kernels are not those of the model's attention, or None."""
     if config.model.attention == "dense":
         parts = _DENSE_OF_DOCUMENTS if config.data.document_mask else ("cudnn",)
         ran = any(part in name.lower() for name in kernels for part in parts)
@@ -296,7 +296,7 @@ def bench_train(
     out: Path | None = None,
     commit: str | None = None,
 ) -> bool:
-    """Measure, print and write rows; under torchrun every process calls it and the main one prints.
+    """Measure, print and write rows; under torchrun all processes call it, the main one prints.
 
     Args:
         subjects: the runs.
@@ -304,17 +304,17 @@ def bench_train(
         seqs: lengths S; None keeps the configuration's.
         tokens: tokens of an optimizer step.
         micro_batch: sequences of one forward and backward.
-        modes: ``fwd``, ``fwd_bwd``; several processes measure ``fwd_bwd`` alone.
+        modes: ``fwd``, ``fwd_bwd``; several processes measure only ``fwd_bwd``.
         warmup: steps before the profiled ones.
         steps: timed steps.
         out: JSONL file to append to.
         commit: recorded if the checkout has no git.
 
     Returns:
-        Whether every row that ran is correct.
+        Whether every measured row is correct.
 
     Raises:
-        ValueError: a run does not fit this machine or the launch.
+        ValueError: a run does not match this machine or the launch.
     """
     check_platform(WHERE)
     launch = read_launch()
@@ -380,7 +380,7 @@ def _measure(
             del trainer
         except RuntimeError as error:
             if not alone:
-                raise  # the other processes wait for this one
+                raise  # the other processes wait for this process
             failure = {**_failure(error, config), "errors": verdict.errors}
     for mode in modes:
         yield {"mode": mode, **found.get(mode, failure)}
@@ -388,7 +388,7 @@ def _measure(
 
 
 def _failure(error: RuntimeError, config: TrainConfig) -> Fields:
-    """Say why there is no time: too little memory, or a run that stopped itself."""
+    """Fields of a row without a time: out of memory, or a stopped run."""
     if isinstance(error, TrainingStoppedError):
         return asdict(Verdict(False, {}, str(error)))
     if not is_out_of_memory(error):
@@ -406,7 +406,7 @@ def _fields(
     device: torch.device,
     processes: Processes,
 ) -> Fields:
-    """Fields of a row, without times if other kernels ran or a step was not finite."""
+    """Fields of a row, without times if unexpected kernels ran or a step was not finite."""
     config = trainer.config
     fault = fault_of(config, list(found.kernel_us), mode) if judges_kernels(device) else None
     if fault is None and found.nonfinite:
@@ -439,7 +439,7 @@ def _fields(
 
 
 def _settings(trainer: Trainer, processes: Processes) -> dict[str, Any]:
-    """Settings of the run that its row repeats."""
+    """Settings of the run that are recorded in its row."""
     config = trainer.config
     found = {
         "attention": config.model.attention,

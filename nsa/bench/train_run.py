@@ -38,7 +38,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of PyTorch's t
 
 
 class MeasuredError(Exception):
-    """All timed steps are done; ends the run before it writes a checkpoint."""
+    """All timed steps are done; stops the run before it writes a checkpoint."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class Measured:
     """Measurements of one model in one mode; None if not measured.
 
     Attributes:
-        timing: a step, or the forward passes of its tokens.
-        seconds: all timed steps together by the host's clock, with everything between them.
-        trace: the profiled steps, on a GPU.
-        kernel_us: microseconds of a step by kernel.
+        timing: time of a step, or of the forward passes of its tokens.
+        seconds: total time of the timed steps by the host's clock, including gaps.
+        trace: profile of the profiled steps, on a GPU.
+        kernel_us: microseconds per step, by kernel.
         nonfinite: number of steps whose loss or gradient was not finite.
-        peak_mib: peak memory in tensors since the start, weights and optimizer included, MiB. The
+        peak_mib: peak memory of tensors since the start, including weights and optimizer, MiB. The
             memory of a CUDA graph is counted at its capture.
         reserved_mib: peak memory of the allocator, MiB.
         loss_nats: mean loss in the last row of metrics.
@@ -68,18 +68,18 @@ class Measured:
 
 
 class StepClock:
-    """Follows a run by its heartbeats: warm-up, profiled steps, then timed steps.
+    """Times the steps of a run by its heartbeats: warm-up, profiled steps, then timed steps.
 
-    A step lasts from the first heartbeat that names it to that of the next step, so its time
-    includes data, forward, backward, optimizer and metrics. On a GPU it is measured between CUDA
-    events; the host waits for the device before the first and after the last timed step only.
+    A step lasts from its first heartbeat to the first one of the next step, so its time includes
+    data, forward, backward, optimizer and metrics. On a GPU it is measured with CUDA events; the
+    host waits for the device only before the first and after the last timed step.
     """
 
     def __init__(self, device: torch.device, warmup: int, steps: int) -> None:
         self._device, self._warmup = device, warmup
         self._first = warmup + PROFILED_STEPS
         self._last, self._step, self._begin, self._seconds = self._first + steps, -1, 0.0, 0.0
-        self._marks: list[Any] = []  # the beginning of each step
+        self._marks: list[Any] = []  # start of each step
         self._trace: Any = None
 
     def beat(self, phase: str, step: int, limit_s: float) -> None:
@@ -138,19 +138,19 @@ def measure_steps(
     """Train in a temporary folder and time the steps.
 
     Args:
-        config: the run; it must be longer than warm-up, profiled and timed steps.
-        device: the device that the trainer chooses.
+        config: the run, longer than the warm-up, profiled and timed steps.
+        device: the device of the trainer.
         warmup: steps before the profiled ones.
         steps: timed steps.
-        processes: this process among those of the run; None means a run of one.
+        processes: the processes of the run; None means a single process.
 
     Returns:
         The measurements, and the trainer after its last step.
     """
-    torch.compiler.reset()  # graphs of another length would make this one's shapes dynamic
+    torch.compiler.reset()  # otherwise another length makes shapes dynamic
     cuda, processes = device.type == "cuda", processes or Processes()
     if cuda:
-        # The profiler sees only kernels of CUDA graphs that are captured after its first use.
+        # The profiler records kernels only of CUDA graphs captured after its first use.
         profiled(lambda: None, device)
         torch.cuda.reset_peak_memory_stats(device)
     clock = StepClock(device, warmup, steps)
@@ -202,7 +202,7 @@ def measure_forward(trainer: Trainer, device: torch.device, calls: int) -> Measu
 
 # --- Communication
 def communication_ms(trace: Any, processes: Processes) -> dict[str, float]:
-    """Row fields of a step: milliseconds from the profiled steps, mean over the processes."""
+    """Row fields of communication: ms per profiled step, mean over the processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
@@ -214,11 +214,10 @@ def communication_ms(trace: Any, processes: Processes) -> dict[str, float]:
 
 
 def communication_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Return three durations of one process's trace, microseconds.
+    """Return three durations from the trace of one process, microseconds.
 
-    Time in which a kernel of NCCL ran, waiting for slower processes included; the part of it in
-    which nothing else ran on the GPU; time between the first and the last kernel in which nothing
-    ran.
+    The time in which an NCCL kernel ran, including waits for slower processes; the part of it in
+    which nothing else ran on the GPU; the idle time between the first and the last kernel.
 
     Args:
         events: ``traceEvents`` of PyTorch's profiler, with ``ts`` and ``dur`` in microseconds.
@@ -235,7 +234,7 @@ def communication_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, float,
 
 
 def _covered(intervals: Iterable[tuple[float, float, bool]]) -> float:
-    """Length of the union of intervals ``begin, end``."""
+    """Length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end, _ in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

@@ -1,4 +1,4 @@
-"""``nsa bench tune``: measure candidate tiles of every kernel on this GPU and write the table."""
+"""``nsa bench tune``: measure candidate tiles of every kernel on this GPU, write the table."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from nsa.ops._triton.tuning import (
 )
 
 WHERE = "nsa bench tune"
-# A candidate must be faster by this factor: less is noise, and a table should not change for it.
+# Time of a candidate relative to the best tile that it must reach; smaller gains are noise.
 GAIN = 0.985
 BUDGET_MS = 60.0
-MAX_STACK_BYTES = 256  # a thread; kernels that need more are not taken
+MAX_STACK_BYTES = 256  # per thread; kernels that need more are rejected
 JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))  # processes that compile candidates in advance
-# Kernels whose rows are scattered: descriptors cannot load them, their loops have no masked edges.
+# Kernels with scattered rows: no tensor descriptors, and no masked edges in their loops.
 GATHERING = ("selected_attention_dkv", "selected_gather_fwd", "selected_gather_dkv")
 
 Times = Mapping[int, float]  # milliseconds by length
@@ -60,7 +60,7 @@ class Task:
     seqs: tuple[int, ...]
 
     def with_tile(self, tile: Tile) -> Any:
-        """Context manager: the kernel has this tile."""
+        """Context manager: use this tile for the kernel."""
         return tiles_chosen_by(lambda key, usual: tile if key == self.key else usual)
 
 
@@ -78,20 +78,20 @@ def bench_tune(
     """Tune, and write the table after each kernel.
 
     Args:
-        shape: heads, whose head size is tuned for.
-        seqs: lengths, which have equal weight.
+        shape: heads; tiles are tuned for its head size.
+        seqs: lengths S, with equal weight.
         device: the GPU.
-        tokens: tokens of all sequences together; None means the shape's.
+        tokens: total tokens of all sequences; None means the shape's.
         dtype: dtype of the inputs.
         kernel: pattern of kernel names.
-        out: table to write; None means that of this GPU inside the package.
-        minutes: time limit, which the kernels share; None means none.
+        out: table to write; None means the package's table for this GPU.
+        minutes: total time limit of all kernels; None means no limit.
 
     Returns:
         Whether every tile in the table passed the correctness gate.
 
     Raises:
-        ValueError: there is no CUDA GPU, or no kernel fits the pattern.
+        ValueError: there is no CUDA GPU, or no kernel matches the pattern.
     """
     hint = "Tiles are measured on the GPU."
     check(device.type == "cuda", WHERE, "this machine", "have a CUDA GPU", "none", hint)
@@ -117,7 +117,7 @@ def bench_tune(
 
 
 def shares(end: float, number: int) -> Iterator[float]:
-    """End times of ``number`` tasks that share the time left equally."""
+    """End times of ``number`` tasks that share the remaining time equally."""
     for left in range(number, 0, -1):
         now = time.monotonic()
         yield now + max(0.0, end - now) / left
@@ -126,7 +126,7 @@ def shares(end: float, number: int) -> Iterator[float]:
 def tune_kernel(
     bench: Bench, task: Task, end: float, pool: ProcessPoolExecutor | None = None
 ) -> tuple[Tile, dict[str, Any], str | None]:
-    """Return the best tile of one kernel, its notes in the table, and why its results are wrong."""
+    """Return the best tile of a kernel, its notes for the table, and an error or None."""
     where = ", ".join(f"{seq_len:,}" for seq_len in task.seqs)
     how = f"{bench.case.name} {task.mode} at S {where}"
     print(f"\n{task.key.kernel}, head size {task.key.head_size}, by {how}", flush=True)
@@ -151,7 +151,7 @@ def tune_kernel(
 
 
 def compiled_kernels() -> dict[str, int]:
-    """Stack bytes a thread of all loaded kernels of this library, by hash."""
+    """Stack bytes per thread of all loaded kernels of this library, by hash."""
     return {
         kernel.hash: 4 * kernel.n_spills
         for function in own_kernels().values()
@@ -162,12 +162,12 @@ def compiled_kernels() -> dict[str, int]:
 
 
 class Bench:
-    """One operator at several lengths, ready to run with other tiles."""
+    """One operator at several lengths, prepared to run with different tiles."""
 
     def __init__(self, case: Case, points: tuple[Point, ...]) -> None:
         self.case, self.points, self.device = case, points, points[0].device
         for kernel in own_kernels().values():
-            # Kernels compiled from now on are of this operator.
+            # Clear the caches, so that all kernels in them are of this operator.
             for found in ("device_caches", "_compiled"):
                 getattr(kernel, found, {}).clear()
         self.gates, self.works = dict[int, Gate](), dict[int, Any]()
@@ -179,7 +179,7 @@ class Bench:
             self.works[point.seq_len] = PROVIDERS["nsa"].work(problem)
 
     def tasks(self) -> list[Task]:
-        """Kernels that look up tiles, each with the first mode that runs it and its lengths."""
+        """Return a task for each kernel that looks up tiles."""
         tasks: dict[TileKey, Task] = {}
         for mode, (seq_len, work) in product(self.case.modes, self.works.items()):
 
@@ -194,9 +194,9 @@ class Bench:
         return list(tasks.values())
 
     def run(self, task: Task, seqs: Sequence[int]) -> bool:
-        """Run the operator once at each length; return whether the chosen tile fits."""
+        """Run the operator once at each length; return whether the tile fits."""
         try:
-            # Triton prints the code of a kernel that needs too many registers.
+            # Triton prints the code of kernels that need too many registers.
             with redirect_stdout(StringIO()):
                 for seq_len in seqs:
                     self.works[seq_len].run(task.mode)
@@ -209,12 +209,12 @@ class Bench:
         return True
 
     def measure(self, task: Task, tile: Tile) -> Times | None:
-        """Time the operator with another tile for one kernel; None if it does not fit."""
+        """Time the operator with a tile for one kernel; None if the tile does not fit."""
         before = compiled_kernels()
         with task.with_tile(tile):
             if not self.run(task, task.seqs):
                 return None
-            # Kernels compiled at the first measurement of a tile are its own.
+            # Kernels compiled at the first measurement of a tile use that tile.
             now = compiled_kernels()
             fresh = [now[kernel] for kernel in now.keys() - before]
             stack = self.stack_bytes.setdefault((task.key, tile), max(fresh, default=0))
@@ -225,7 +225,7 @@ class Bench:
         return {seq_len: round(timing.p50, 5) for seq_len, timing in timings.items()}
 
     def fault(self, task: Task, tile: Tile) -> str | None:
-        """Say why the results with a tile are wrong, compared with fp64 at every length."""
+        """Compare results with fp64 at every length; return the error or None."""
         with task.with_tile(tile):
             for seq_len in task.seqs:
                 work, gate = self.works[seq_len], self.gates[seq_len]
@@ -242,15 +242,15 @@ def _bench(case: str, points: tuple[Point, ...]) -> Bench:
 
 
 def _compile(case: str, points: tuple[Point, ...], task: Task, tile: Tile) -> None:
-    """Run a candidate before it is measured: Triton stores on disk what it compiles."""
+    """Compile a candidate into Triton's disk cache before it is measured."""
     with task.with_tile(tile):
         _bench(case, points).run(task, task.seqs[:1])
 
 
 def changes(key: TileKey) -> list[list[dict[str, Any]]]:
-    """Groups of changes to the best tile so far: sizes with warps, then option by option."""
+    """Groups of changes to a tile: sizes with warps, then one group per option."""
     selects, gathers = key.kernel == "select_blocks", key.kernel in GATHERING
-    keys_own = "_dkv" in key.kernel  # a program owns keys: dK and dV
+    keys_own = "_dkv" in key.kernel  # programs own keys: dK and dV
     all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if selects else (32, 64, 128))
     sizes = [
         {"rows": rows, "keys": keys, "warps": warps}
@@ -273,12 +273,12 @@ def descend(
     measure: Callable[[Tile], Times | None],
     prepare: Callable[[Sequence[Tile]], None] = lambda _: None,
 ) -> tuple[Tile, Times]:
-    """Return the best tile of a walk over the groups of changes, and its times.
+    """Coordinate descent over the groups of changes; return the best tile and its times.
 
-    A candidate is taken only if a second measurement of it and of the best one confirms the gain.
+    A candidate is accepted only if a second measurement of both tiles confirms the gain.
 
     Args:
-        start: the tile in use, which must fit.
+        start: the current tile, which must fit.
         groups: changes to the best tile so far; every candidate of a group is measured.
         measure: returns times by length, or None if a tile does not fit.
         prepare: called with the tiles that will be measured next.
@@ -304,14 +304,14 @@ def descend(
 
 
 def gain(found: Times, before: Times) -> float:
-    """Geometric mean over the lengths of the ratio of two measurements; below 1 is faster."""
+    """Geometric mean over lengths of the ratio of two measurements; below 1 is faster."""
     return geometric_mean(ms / before[seq_len] for seq_len, ms in found.items())
 
 
 def write_tile(
     path: Path, here: Mapping[str, Any], key: TileKey, tile: Tile, note: Mapping[str, Any]
 ) -> None:
-    """Write one row of a table, which is created if it does not exist; other rows stay."""
+    """Write one row of a table, which is created if missing; keep the other rows."""
     gpu = here["gpu"]
     table = load_table(path) if path.is_file() else TileTable(gpu, {}, {})
     check(table.gpu == gpu, WHERE, "--out", f"be a table of {gpu}", table.gpu)

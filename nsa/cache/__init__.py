@@ -1,11 +1,10 @@
-"""Decode cache: what later queries still need of the past, and nothing else.
+"""Decode cache: the keys and values that later queries need.
 
 Memory is reserved once, for ``max_tokens`` tokens of each sequence or for ``num_pages`` pages that
-the sequences share. A page holds the tokens of one selection block: their rotated keys and values
-of the selected branch, and the compressed keys and values whose last token lies in it. The last
-tokens of the window, and those that the next compressed block may need, lie in a ring for each
-sequence: the token at position p in row ``p % ring``. Nothing of the past is ever copied when
-tokens are taken in.
+the sequences share. A page stores the tokens of one selection block: rotated keys and values of the
+selected branch, and the compressed keys and values whose last token is in the block. Each sequence
+has ring buffers for the window and for the tokens of the next compressed block: the token at
+position p is in row ``p % ring``. Appending tokens never copies cached ones.
 """
 
 from nsa.cache.cache import LayerCache, NSACache

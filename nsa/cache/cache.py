@@ -1,4 +1,4 @@
-"""The cache of a model and of its layers: memory, lengths, steps."""
+"""Decode caches of a model and of its layers: memory, lengths, steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OnDevice(NamedTuple):
     """State of a cache that kernels read, on one of the devices of its layers.
 
     Attributes:
-        lengths: tokens cached of each sequence, int32 ``[B]``, without a step under way.
-        table: pages of every sequence, int32 ``[B, most pages]``.
+        lengths: cached tokens of each sequence, int32 ``[B]``, without the current step.
+        table: pages of each sequence, int32 ``[B, max pages]``.
     """
 
     lengths: Tensor
@@ -37,16 +37,16 @@ class OnDevice(NamedTuple):
 
 
 class NSACache:
-    """Decode cache of a model: one :class:`LayerCache` a layer, and the lengths that they share.
+    """Decode cache of a model: one :class:`LayerCache` per layer, and their common lengths.
 
-    A model takes new tokens through all of its layers, in any order, before it gets the next ones.
+    All layers must process the new tokens of a step, in any order, before the next step.
 
     Args:
         config: the sparse pattern.
         num_layers: layers of the model.
         batch_size: sequences decoded together; their lengths may differ.
-        max_tokens: tokens that a sequence may come to have.
-        num_pages: pages of ``config.block_size`` tokens for all sequences together; None: enough
+        max_tokens: maximum length of a sequence, tokens.
+        num_pages: pages of ``config.block_size`` tokens, shared by all sequences; None means enough
             for ``max_tokens`` of each.
 
     Raises:
@@ -70,7 +70,7 @@ class NSACache:
         self.config, self.batch_size, self.max_tokens = config, batch_size, max_tokens
         self._pages = Pages(num_pages, config.block_size, batch_size)
         self._lengths = [0] * batch_size
-        # The most tokens whose traces the rings hold: a ring forgets what they have overwritten.
+        # Largest length written to the rings, where later tokens overwrite earlier ones.
         self._written = [0] * batch_size
         self._step: Step | None = None
         self._on_devices: dict[torch.device, OnDevice] = {}
@@ -80,22 +80,22 @@ class NSACache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens cached of each sequence."""
+        """Number of cached tokens of each sequence."""
         return list(self._lengths)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no sequence holds."""
+        """Number of pages that no sequence uses."""
         return self._pages.num_free
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Make sure that ``counts[b]`` more tokens of each sequence b have a place.
+        """Reserve pages for ``counts[b]`` more tokens of each sequence b.
 
-        Steps do so themselves. A replayed CUDA graph of a step cannot: call it before.
+        Steps call this themselves. Call it before replaying a CUDA graph of a step.
 
         Raises:
-            ValueError: the cache is full, or a step that raised has left a sequence without the
-                past that it needs; nothing has changed then.
+            ValueError: the cache is full, or a step that raised has overwritten cached tokens that
+                a sequence needs. The cache is unchanged.
         """
         for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             rule = f"be at least {length + count} for the new tokens of sequence {b}"
@@ -110,7 +110,7 @@ class NSACache:
         self._write_table()
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Count tokens that a replayed CUDA graph of a step has taken in."""
+        """Add the tokens that a replayed CUDA graph of a step appended to the lengths."""
         self._step = None
         self._lengths = [n + count for n, count in zip(self._lengths, counts, strict=True)]
         self._written = [max(pair) for pair in zip(self._written, self._lengths, strict=True)]
@@ -126,18 +126,18 @@ class NSACache:
             self._step = None
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens of a sequence behind its first ``length``, and give back their pages.
+        """Truncate a sequence to its first ``length`` tokens and free the other pages.
 
-        A step that raised is dropped, too. With at most 8 tokens of each sequence it can be
-        repeated after ``truncate(b, lengths[b])``. Longer chunks overwrite what their repetition
-        needs: every sequence that had tokens must then be truncated to 0.
+        This also discards a step that raised. A step with at most 8 tokens of each sequence can be
+        repeated after ``truncate(b, lengths[b])``. Longer chunks overwrite tokens that a repetition
+        needs: truncate every sequence that had new tokens to 0.
 
         Args:
-            sequence: its number.
-            length: 0, or within 8 of the most tokens that it had: the rings hold no more.
+            sequence: index of the sequence.
+            length: 0, or at most 8 below the largest length so far, the limit of the rings.
 
         Raises:
-            ValueError: the length is out of reach.
+            ValueError: the length is out of range.
         """
         self._check_sequence("truncate", "sequence", sequence)
         have, most = self._lengths[sequence], self._written[sequence]
@@ -148,14 +148,14 @@ class NSACache:
         self._set_length(sequence, length, length if length == 0 else most)
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; another may take its place."""
+        """Remove all tokens of a sequence, so that its row can be used again."""
         self.truncate(sequence, 0)
 
     def fork(self, source: int, target: int) -> None:
         """Copy a sequence into an empty one; whole pages are shared, not copied.
 
         Raises:
-            ValueError: there is no such sequence, or ``target`` holds tokens.
+            ValueError: there is no such sequence, or ``target`` is not empty.
         """
         self._check_sequence("fork", "source", source)
         self._check_sequence("fork", "target", target)
@@ -166,15 +166,15 @@ class NSACache:
         self._set_length(target, self._lengths[source], self._written[source])
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Replace every sequence b by a copy of ``indices[b]``; whole pages are shared.
+        """Replace each sequence b by a copy of ``indices[b]``; whole pages are shared.
 
-        Beam search does so after each step, in which some continuations win over others.
+        Beam search calls this after each step.
 
         Args:
-            indices: number of a sequence for each sequence; several may have the same.
+            indices: index of the source of each sequence; duplicates are allowed.
 
         Raises:
-            ValueError: they are not as many as the sequences, or one of them is not there.
+            ValueError: the number of indices is not the batch size, or an index is out of range.
         """
         count = self.batch_size
         check(len(indices) == count, "reorder", "indices", f"be {count} numbers", len(indices))
@@ -192,10 +192,11 @@ class NSACache:
         self._write_lengths(self._lengths)
 
     def begin(self, layer: int, sequences: Sequences, num_tokens: int) -> Step:
-        """The step that ``num_tokens`` new tokens make, for the next layer that takes them in.
+        """Begin a step of ``num_tokens`` new tokens, or return the current one for its next layer.
 
         Raises:
-            ValueError: they do not fit the cache, or the layer had them; nothing has changed then.
+            ValueError: the tokens do not fit the cache, or the layer already received them. The
+                cache is unchanged.
         """
         step = self._step
         if step is None or (not step.taken and step.sequences is not sequences):
@@ -213,11 +214,11 @@ class NSACache:
         return step
 
     def writes(self, step: Step) -> None:
-        """The rings of a layer get the step's tokens, whether it ends well or not."""
+        """Record that the step's tokens are being written to rings, even if the step fails."""
         self._written = [max(pair) for pair in zip(self._written, step.after, strict=True)]
 
     def finish(self, layer: int) -> None:
-        """A layer has taken in the tokens of the step; the last one ends it."""
+        """Record that a layer has finished the step; the last layer ends it."""
         step = self._step
         assert step is not None
         step.taken.add(layer)
@@ -231,7 +232,7 @@ class NSACache:
         self.advance(step.counts)
 
     def on_device(self, device: torch.device) -> OnDevice:
-        """Lengths and pages on a device that layers of the cache are on."""
+        """Lengths and page table on a device of the layers."""
         if device not in self._on_devices:
             shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
             with torch.inference_mode(False):
@@ -246,12 +247,12 @@ class NSACache:
 
     @property
     def device_lengths(self) -> Tensor:
-        """:attr:`lengths` on the first layer's device, int32 ``[B]``, without a step under way."""
+        """:attr:`lengths` on the first layer's device, int32 ``[B]``, without the current step."""
         return next(iter(self._on_devices.values())).lengths
 
     @property
     def num_pages(self) -> int:
-        """Pages of all sequences together."""
+        """Number of pages, shared by all sequences."""
         return len(self._pages.uses)
 
     def _counts(self, sequences: Sequences, num_tokens: int) -> list[int]:
@@ -264,7 +265,7 @@ class NSACache:
         return lengths(sequences.offsets[0]).tolist()
 
     def _write_table(self) -> None:
-        """Bring the tables up to date; what no sequence holds any more stays, and is not read."""
+        """Write the changed entries of the page tables; entries of freed pages are never read."""
         changed = self._pages.changed
         if not changed or not self._on_devices:
             return
@@ -280,11 +281,11 @@ class NSACache:
             state.lengths.copy_(integers(values, device, torch.int32))
 
     def _set_length(self, sequence: int, length: int, written: int) -> None:
-        self._step = None  # one that an error has ended half-way is forgotten
+        self._step = None  # discards a step that raised
         self._lengths[sequence], self._written[sequence] = length, written
         self._write_table()
         for state in self._on_devices.values():
-            state.lengths[sequence].fill_(length)  # an assignment waits for the device
+            state.lengths[sequence].fill_(length)  # fill_: assignment synchronises
 
     def _check_sequence(self, function: str, argument: str, sequence: int) -> None:
         rule = f"be from 0 to {self.batch_size - 1}"
@@ -296,15 +297,15 @@ class LayerCache:
 
     Args:
         config: the sparse pattern of the layer.
-        cache: the whole.
-        layer: number of the layer.
+        cache: cache of the model.
+        layer: index of the layer.
 
     Attributes:
-        tensors: the layer's memory, reserved when its first tokens come.
-        block_indices: of the last tokens, where decode kernels or the branches selected blocks.
-        is_exact: whether blocks are scored exactly. Approximate scores are those of the operators
-            of training, which then run steps too: no CUDA graph can hold these.
-        reads: see ``nsa.ops.decode.launch.attend``; keys are counted where it is a tensor.
+        tensors: the layer's memory, reserved at its first tokens.
+        block_indices: block indices of the last tokens, None if no blocks were selected.
+        is_exact: whether blocks are scored exactly. Steps with approximate scores run the training
+            operators, which cannot be captured in a CUDA graph.
+        reads: counter of keys read, or None, see ``nsa.ops.decode.launch.attend``.
     """
 
     def __init__(self, config: NSAConfig, cache: NSACache, layer: int) -> None:
@@ -315,10 +316,10 @@ class LayerCache:
         self.is_exact = config.coarse_block_size is None and config.score_precision == "exact"
 
     def lengths(self, sequences: Sequences, num_tokens: int) -> Tensor:
-        """Tokens cached of each sequence before ``num_tokens`` new ones, int32 ``[B]``.
+        """Cached tokens of each sequence before ``num_tokens`` new ones, int32 ``[B]``.
 
         Raises:
-            ValueError: the tokens do not fit the cache; nothing has changed then.
+            ValueError: the tokens do not fit the cache, which is unchanged.
         """
         self._cache.begin(self._layer, sequences, num_tokens)
         return self._cache.on_device(sequences.device).lengths
@@ -332,18 +333,18 @@ class LayerCache:
         sequences: Sequences,
         alone: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Take in new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
+        """Append new tokens, without gradients, and return their attention output ``[T, Hq, Dv]``.
 
-        Inputs as of ``native_sparse_attention``. One call serves prefill, chunks of a prompt and
-        steps. On a GPU, up to 8 new tokens for every sequence of a batch of equal lengths go
-        through decode kernels, which split the keys among programs and launch the same way
-        whatever the lengths are.
+        Used for prefill, chunks of a prompt and decode steps. On a GPU, steps with the same number
+        of new tokens for each sequence, at most 8, run the decode kernels, which split the keys
+        among programs and have the same launch grid for all lengths.
 
         Args:
-            inputs: packed.
+            inputs: packed inputs, see ``native_sparse_attention``.
             rope: rotates the compressed keys.
-            sequences: where the new tokens lie.
-            alone: gives the output of tokens without a past, instead of this project's operators.
+            sequences: the sequences of the new tokens.
+            alone: computes the output if no sequence has cached tokens; None means the library's
+                operators.
         """
         backend = choose_backend(_NAME, "auto", inputs.q)
         step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
@@ -375,7 +376,7 @@ class LayerCache:
             rings[target] = rings[source]
 
     def reorder_rings(self, indices: Sequence[int]) -> None:
-        """Put a copy of the rings of ``indices[b]`` in the place of those of each sequence b."""
+        """Replace the rings of each sequence b by a copy of those of ``indices[b]``."""
         for ring in self._of_kind("win", "raw"):
             rings = ring.unflatten(0, (self._cache.batch_size, -1))
             rings.copy_(rings[integers(indices, ring.device)])
@@ -397,7 +398,7 @@ class LayerCache:
         check(k.device == kept.device, _NAME, "tokens", f"be on {kept.device}", k.device)
         return self.tensors
 
-    @torch.inference_mode(False)  # for steps within and outside of it, which write to the tensors
+    @torch.inference_mode(False)  # steps in and outside inference mode write to them
     def _reserve(self, k: Tensor) -> CacheTensors:
         """The layer's memory for heads like ``k``."""
         config, cache = self.config, self._cache
@@ -420,7 +421,7 @@ class LayerCache:
         for kind in rows:
             held[f"k_{kind}"] = new(kind, config.head_dim, on[kind])
             held[f"v_{kind}"] = new(kind, config.value_dim, on[kind] and has_values[kind])
-        # the programs of a step that share a query are counted; a group has up to 64 heads
+        # counters for the last-block reduction over programs that share a query
         most = cache.batch_size * config.num_heads * MOST_QUERIES
         counters = k.new_zeros(2, most, dtype=torch.int32)
         state = cache.on_device(k.device)

@@ -1,4 +1,4 @@
-"""New tokens of a cache, any number for each sequence, by the operators of training."""
+"""Append any number of new tokens per sequence to a cache, with the training operators."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from nsa.rope import Rope
 
 @dataclass
 class Step:
-    """New tokens on their way through the layers.
+    """State of one step while the layers process its new tokens.
 
     Attributes:
-        sequences: where they lie.
-        before: tokens of each sequence that were cached before.
+        sequences: the sequences of the new tokens.
+        before: tokens of each sequence cached before the step.
         counts: new tokens of each sequence.
-        taken: layers that have taken them in.
-        places: their rows on each device, if operators of training take them in.
+        taken: layers that have finished the step.
+        places: cache index tensors by device, if the training operators are used.
     """
 
     sequences: Sequences
@@ -39,12 +39,12 @@ class Step:
 
     @property
     def after(self) -> list[int]:
-        """Tokens of each sequence with the new ones."""
+        """Length of each sequence after the step."""
         return [n + count for n, count in zip(self.before, self.counts, strict=True)]
 
 
 def new_tokens(inputs: AttentionInputs, tensors: CacheTensors) -> NewTokens:
-    """Tensors that the cache stores; None for a disabled branch."""
+    """Inputs that the cache stores; None for a disabled branch."""
     x, kept = inputs, tensors[: len(NewTokens._fields)]
     given = (x.k_slc, x.v_slc, x.k_win, x.v_win, x.k_cmp_raw, x.v_cmp_raw)
     pairs = zip(given, kept, strict=True)
@@ -52,13 +52,13 @@ def new_tokens(inputs: AttentionInputs, tensors: CacheTensors) -> NewTokens:
 
 
 class Chunk:
-    """Any number of new tokens for each sequence, by the operators of training.
+    """Any number of new tokens per sequence, computed with the training operators.
 
     Args:
         config: the sparse pattern of the layer.
         tensors: the layer's memory.
         step: the new tokens.
-        sequences: where they are on the layer's device.
+        sequences: their sequences, on the layer's device.
         backend: ``reference`` or ``triton``.
     """
 
@@ -73,21 +73,21 @@ class Chunk:
         self.config, self.tensors, self.backend = config, tensors, backend
         table = tensors.table
         if table.device not in step.places:
-            # Without a past the caller's own description serves; it may be that of a dense batch.
+            # Without cached tokens use the caller's sequences, which may be a dense batch.
             alone = None if any(step.before) else sequences
             step.places[table.device] = Places(config, table, step.before, step.counts, alone)
         self.places = step.places[table.device]
         self._new: NewTokens | None = None
-        # Rows for a pool that attention does not read back.
+        # Writes to pools that are deferred until after attention.
         self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()
 
     def attend(
         self, inputs: AttentionInputs, rope: Rope, alone: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new tokens, and the selected blocks; pages get the tokens.
+        """Write the new tokens to pages; return their attention output and block indices.
 
-        Until :meth:`write_rings` nothing of the past is overwritten, so that a call that raised may
-        be made again. See :meth:`nsa.LayerCache.attend`.
+        Cached tokens are not overwritten before :meth:`write_rings`, so a call that raised can be
+        repeated. See :meth:`nsa.LayerCache.attend`.
         """
         config, tensors, places = self.config, self.tensors, self.places
         new = self._new = new_tokens(inputs, tensors)
@@ -107,7 +107,7 @@ class Chunk:
                 k_win=self._behind(tensors.k_win, new.k_win, kept),
                 v_win=self._behind(tensors.v_win, new.v_win, kept),
             )
-            # Keys that left the window shift all positions alike, which the window does not see.
+            # Omitting keys before the window shifts all positions equally, without effect.
             window = self._call(places.with_new(kept))
         if places.sequences is not None and alone is not None:
             out, ids = alone(), None
@@ -118,27 +118,27 @@ class Chunk:
             else:
                 result = run_attention(branches, call, self.backend)
             out, ids = result.out, result.block_indices
-        # Behind attention, so that a GPU has work while the host sends what fills the cache.
+        # After attention, so that the GPU is busy while the host prepares the writes.
         for pool, x, slots in self._later:
             _put(pool, slots(), x)
         return out, ids
 
     def write_rings(self) -> None:
-        """Write the last new tokens to the rings, which forget what they held."""
+        """Write the last new tokens to the rings, over older ones."""
         assert self._new is not None
         for name in NewTokens._fields:
             if not name.endswith("slc") and getattr(self.tensors, name) is not None:
                 self._write_ring(getattr(self.tensors, name), getattr(self._new, name))
 
     def _call(self, lengths: Sequence[int]) -> Call:
-        """The layer's pattern for the new queries at the end of ``lengths[b]`` keys each."""
+        """Call for the new queries, which are the last of ``lengths[b]`` keys in sequence b."""
         config = self.config
         return Call(config, self.places.queries(lengths), config.head_dim**-0.5)
 
     def _compress(
         self, new: NewTokens, inputs: AttentionInputs, rope: Rope
     ) -> tuple[Tensor, Tensor | None]:
-        """All compressed blocks, with those that the new tokens complete."""
+        """All compressed keys and values, including blocks that the new tokens complete."""
         config, tensors, places = self.config, self.tensors, self.places
         rotation = None if config.compress_rope == "none" else rope
         phi_k, phi_v = inputs.phi or (None, None)
@@ -168,7 +168,7 @@ class Chunk:
         slots: Callable[[], Tensor],
         everything: Tensor | None,
     ) -> Tensor:
-        """Write new rows to their pages, now if there are older ones; all rows, packed."""
+        """Write new rows to their pages (deferred if there are no older rows); return all rows."""
         assert pool is not None and new is not None
         if everything is None:
             self._later.append((pool, new, slots))
@@ -177,7 +177,7 @@ class Chunk:
         return pool[everything]
 
     def _behind(self, ring: Tensor | None, new: Tensor | None, kept: Sequence[int]) -> Tensor:
-        """The new rows of each sequence behind the last ``kept[b]`` of its ring, packed."""
+        """Last ``kept[b]`` rows of each sequence's ring followed by its new rows, packed."""
         assert ring is not None and new is not None
         source = self.places.behind(ring.shape[0] // len(kept), kept)
         return new if source is None else torch.cat((ring, new))[source]
@@ -190,9 +190,9 @@ class Chunk:
 
 
 def _put(target: Tensor, rows: Tensor, new: Tensor) -> None:
-    """``target[rows] = new``, in words of 8 bytes where heads are made of them."""
+    """``target[rows] = new``, with 8-byte elements if the layout allows it."""
     size = target.element_size()
     is_whole = target.shape[-1] * size % 8 == 0 == new.storage_offset() * size % 8
-    if is_whole and new.is_contiguous() and new.stride(-1) == 1:  # without rows it may be another
+    if is_whole and new.is_contiguous() and new.stride(-1) == 1:  # empty: any stride
         target, new = target.view(torch.int64), new.view(torch.int64)
     target[rows] = new

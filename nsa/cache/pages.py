@@ -1,4 +1,4 @@
-"""Assignment of the pages of a pool to sequences, which may share pages."""
+"""Allocator of pages for sequences, which may share pages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from nsa.errors import check
 
 
 class Pages:
-    """Pages of equal size, handed out to sequences as they grow.
+    """Pages of equal size, allocated as sequences grow.
 
-    A page that several sequences share is copied for the first of them that writes to it.
+    Shared pages are copied on write.
 
     Args:
-        num_pages: pages of the pool.
+        num_pages: number of pages.
         page_size: tokens of a page.
-        num_sequences: sequences.
+        num_sequences: number of sequences.
 
     Attributes:
-        held: the pages of each sequence, those of its first tokens first.
-        uses: how many sequences hold each page.
-        changed: pages that sequences have got, by sequence and place; who copies them clears it.
+        held: pages of each sequence, in order of its tokens.
+        uses: number of sequences that use each page.
+        changed: new pages by sequence and position, cleared when the page table is written.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_sequences: int) -> None:
@@ -32,23 +32,23 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages that no sequence holds."""
+        """Number of pages that no sequence uses."""
         return len(self._free)
 
     def prepare(self, lengths: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Make room for ``counts[b]`` tokens behind the ``lengths[b]`` of each sequence b.
+        """Allocate pages for ``counts[b]`` tokens after the ``lengths[b]`` of each sequence b.
 
         Returns:
-            Pages to copy, ``(from, to)``: they were shared, and are about to be written to.
+            Pages to copy, ``(from, to)``, before new tokens are written.
 
         Raises:
-            ValueError: too few pages are free; nothing has changed then.
+            ValueError: too few pages are free. No page has been allocated.
         """
         grown, shared = list[tuple[int, int]](), list[int]()
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             missing = -(-(length + count) // self.page_size) - len(self.held[b])
             grown += [(b, missing)] if missing > 0 else []
-            place = length // self.page_size  # of the first page that is written to
+            place = length // self.page_size  # first page to be written
             if count and place < len(self.held[b]) and self.uses[self.held[b][place]] > 1:
                 shared.append(b)
         # Copy-on-write: the last writer keeps the page.
@@ -74,7 +74,7 @@ class Pages:
     def fork(self, source: int, target: int, length: int) -> None:
         """Share the pages of a sequence's ``length`` tokens with an empty sequence.
 
-        Pages that either of them has reserved are not shared: both would write to them.
+        Reserved pages without tokens are not shared: both sequences would write to them.
         """
         self.truncate(target, 0)
         self._extend(target, self.held[source][: -(-length // self.page_size)])
@@ -82,9 +82,10 @@ class Pages:
             self.uses[page] += 1
 
     def reorder(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give each sequence b the pages of ``indices[b]``, whose tokens are ``lengths``.
+        """Replace the pages of each sequence b by those of ``indices[b]``.
 
-        Pages with tokens are shared. What a sequence has reserved stays with it alone.
+        Pages with tokens, by the ``lengths`` before, are shared. Reserved pages without tokens stay
+        only with their own sequence.
         """
         before = self.held
         self.held = [
@@ -101,7 +102,7 @@ class Pages:
                     self.changed[b, place] = page
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Give back the pages behind the first ``length`` tokens of a sequence."""
+        """Free the pages after the first ``length`` tokens of a sequence."""
         kept = -(-length // self.page_size)
         for page in reversed(self.held[sequence][kept:]):
             self._give_back(page)

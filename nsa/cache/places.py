@@ -17,21 +17,19 @@ T = TypeVar("T")
 
 
 class Places:
-    """Rows of the new tokens of a step, and of what they need of the past.
+    """Cache rows of the new tokens of a step, and of the cached tokens that they need.
 
-    Tensors are int64 unless stated, and made when first asked for: some are needed only when
-    attention runs.
+    Tensors are int64 unless stated, and computed at first use.
 
     Args:
-        config: the sizes of blocks, which all layers share. The pattern of a layer may differ in
-            the number of selected blocks, which is not read here.
-        table: pages of every sequence, with room for the new tokens.
-        before: tokens of each sequence that were cached before.
+        config: the sparse pattern; only the block sizes are used, which all layers share.
+        table: page table, with pages for the new tokens.
+        before: tokens of each sequence cached before the step.
         counts: new tokens of each sequence.
-        sequences: where the new tokens lie, if all sequences are new.
+        sequences: the sequences of the new tokens, if no sequence has cached tokens.
 
     Attributes:
-        after: tokens of each sequence with the new ones.
+        after: length of each sequence after the step.
     """
 
     def __init__(
@@ -54,11 +52,11 @@ class Places:
         self._made: dict[Hashable, object] = {}
 
     def with_new(self, kept: Sequence[int]) -> list[int]:
-        """Rows of each sequence with the new ones behind ``kept[b]``."""
+        """Number of kept and new rows of each sequence."""
         return [n + count for n, count in zip(kept, self.counts, strict=True)]
 
     def queries(self, lengths: Sequence[int]) -> Sequences:
-        """The new queries at the end of ``lengths[b]`` keys of each sequence b."""
+        """Sequences in which the new queries are the last of ``lengths[b]`` keys."""
 
         def make() -> Sequences:
             where = self.sequences
@@ -72,7 +70,7 @@ class Places:
 
     @property
     def new(self) -> Tensor:
-        """Rows of the new tokens in a pool with a page for each selection block."""
+        """Rows of the new tokens in a pool of selection blocks."""
 
         def make() -> Tensor:
             sequence, row = self._located(self.counts)
@@ -83,7 +81,7 @@ class Places:
 
     @property
     def all_tokens(self) -> Tensor | None:
-        """Rows of all tokens of that pool, packed; None: the new ones are all."""
+        """Rows of all tokens in a pool of selection blocks, packed; None if all tokens are new."""
 
         def make() -> Tensor | None:
             if not any(self.before):
@@ -97,13 +95,13 @@ class Places:
 
     @property
     def unfinished(self) -> list[int]:
-        """Past tokens of each sequence from the start of the next compression block on."""
+        """Number of cached tokens of each sequence in incomplete compression blocks."""
         pairs = zip(self.before, self._done, strict=True)
         return [n - done * self.config.compress_stride for n, done in pairs]
 
     @property
     def unfinished_and_new(self) -> Sequences:
-        """Sequences of the tokens that make the next compressed blocks."""
+        """Sequences of the tokens of incomplete compression blocks and the new tokens."""
 
         def make() -> Sequences:
             where = self.sequences
@@ -118,7 +116,7 @@ class Places:
 
     @property
     def starts(self) -> Tensor | None:
-        """Position of the first of these tokens, int32 ``[B]``; None: all are at 0."""
+        """First position in :attr:`unfinished_and_new`, int32 ``[B]``; None if all are 0."""
         if not any(self._done):
             return None
         stride = self.config.compress_stride
@@ -126,12 +124,12 @@ class Places:
 
     @property
     def num_new_blocks(self) -> int:
-        """Compressed blocks that become complete."""
+        """Number of compression blocks that the new tokens complete."""
         return sum(self._complete) - sum(self._done)
 
     @property
     def new_blocks(self) -> Tensor:
-        """Their rows in a pool."""
+        """Rows of the newly completed blocks in the pool of compressed blocks."""
 
         def make() -> Tensor:
             new = [b - a for a, b in zip(self._done, self._complete, strict=True)]
@@ -143,7 +141,7 @@ class Places:
 
     @property
     def all_blocks(self) -> Tensor | None:
-        """Rows of all compressed blocks in that pool, packed; None: the new ones are all."""
+        """Rows of all compressed blocks in their pool, packed; None if all blocks are new."""
 
         def make() -> Tensor | None:
             if not any(self._done):
@@ -161,10 +159,10 @@ class Places:
     # rings
 
     def behind(self, rows: int, kept: Sequence[int]) -> Tensor | None:
-        """The last ``kept[b]`` of each sequence's ring and its new tokens, packed.
+        """Index of the last ``kept[b]`` ring rows of each sequence and its new tokens, packed.
 
-        Rows of a ring of ``rows`` a sequence with all new tokens behind it; None: the new ones are
-        all.
+        The index is into rings of ``rows`` per sequence, followed by all new tokens; None if
+        nothing is kept.
         """
 
         def make() -> Tensor | None:
@@ -179,7 +177,7 @@ class Places:
         return self._once(("behind", rows, *kept), make)
 
     def last(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Rows for the last new tokens in rings of ``rows`` a sequence, and the tokens' index."""
+        """Rows of the last new tokens in rings of ``rows`` per sequence, and their index."""
 
         def make() -> tuple[Tensor, Tensor]:
             last = [min(count, rows) for count in self.counts]
@@ -209,10 +207,10 @@ class Places:
         )
 
     def _located(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Sequence of each of ``counts[b]`` packed rows, and its number there."""
+        """Sequence of each packed row, ``counts[b]`` per sequence, and its index in it."""
         return locate(sum(counts), self._offsets(counts))[:2]
 
     def _slots(self, per_page: int, sequence: Tensor, row: Tensor) -> Tensor:
-        """Index of rows of sequences in a pool with ``per_page`` rows a page."""
+        """Index of rows of sequences in a pool with ``per_page`` rows per page."""
         page = self.table[sequence, row // per_page]
         return page.long() * per_page + row % per_page

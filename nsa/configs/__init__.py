@@ -1,4 +1,4 @@
-"""Configurations that come with the package, one YAML file each; commands take them by name."""
+"""Configurations of the package, one YAML file each; commands accept their names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from nsa.errors import fail, nearest
 
 FOLDER = Path(__file__).parent
-# Older names, which rows of `nsa bench` keep, so that they compare with older rows.
+# Older names, which rows of `nsa bench` keep, so that they can be compared with older rows.
 RENAMED = {
     "seed": "78m",
     "seed-dense": "78m-dense",
@@ -28,7 +28,7 @@ def find(config: str | Path) -> Path:
 
     Args:
         config: a name of :func:`names`, or the path of a YAML file, which ends in ``.yaml`` or
-            ``.yml`` or lies in a folder.
+            ``.yml`` or contains a folder.
 
     Returns:
         A path; only that of a name is known to exist.
@@ -49,7 +49,7 @@ def find(config: str | Path) -> Path:
 
 
 def name_in_rows(config: str | Path) -> str:
-    """Name of a configuration in benchmark rows: the one of the first release.
+    """Name of a configuration in benchmark rows: its name in the first release.
 
     Args:
         config: as for :func:`find`.
@@ -59,7 +59,7 @@ def name_in_rows(config: str | Path) -> str:
 
 
 def summary(name: str) -> str:
-    """First sentence of the comment that a configuration begins with."""
+    """First sentence of the comment at the top of a configuration."""
     lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
     return comment.partition(". ")[0].removesuffix(".") + "."

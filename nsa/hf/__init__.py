@@ -1,15 +1,15 @@
 """Hugging Face transformers: configuration, model and cache, and export of trained runs.
 
 ``import nsa.hf`` registers the classes, so that ``AutoModelForCausalLM.from_pretrained`` finds
-them. A saved folder also names them for ``trust_remote_code=True``, where nothing is imported
-before. Needs the extra ``hf``.
+them. Saved folders also name them for ``trust_remote_code=True``, which needs no import. Needs the
+extra ``hf``.
 """
 
 from nsa.extras import require
 
 require("nsa.hf", "hf")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402 (known to be there)
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402 (checked above)
 
 from nsa.hf.cache import GenerationCache  # noqa: E402
 from nsa.hf.config import NSALMConfig  # noqa: E402

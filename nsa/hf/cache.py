@@ -1,4 +1,4 @@
-"""The decode cache as transformers' ``generate`` uses it."""
+"""Decode cache for transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NAME = "GenerationCache"
 
 
 class GenerationCache(Cache):
-    """The cache of a batch that ``generate`` continues: a :class:`nsa.lm.decoder.Decoder`.
+    """Cache of a batch in ``generate``, implemented by :class:`nsa.lm.decoder.Decoder`.
 
-    Prompts may be padded on the left: each row is cached as if it were alone. Steps of a token are
-    those of the decoder, on a GPU a replayed CUDA graph; nothing is compiled by transformers.
+    Prompts may be padded on the left; padding is not cached. Steps of one token are steps of the
+    decoder, which replay a CUDA graph on a GPU. Transformers compiles nothing.
 
     Args:
         model: the language model; its layers may be on several devices.
-        batch_size: rows, those of beams included.
-        max_tokens: columns of the batch, padding included, until the cache is full.
+        batch_size: number of rows, including beams.
+        max_tokens: maximum number of columns, including padding.
 
     Attributes:
         decoder: decoder that stores the rows.
@@ -48,16 +48,16 @@ class GenerationCache(Cache):
 
         Args:
             tokens: int64 ``[B, T]``.
-            mask: ``[B, all columns]``, 0 for padding, which lies left of a row's tokens; None
-                without padding. Behind a row's first token it is read for chunks of several
-                columns, and on a GPU not for single ones.
-            kept: columns whose logits are wanted.
+            mask: ``[B, all columns]``, 0 for padding, which is left of a row's tokens; None
+                without padding. On a GPU it is not read for a single column after each row's
+                first token.
+            kept: columns whose logits are returned.
 
         Returns:
             Logits ``[B, kept, vocab_size]``; meaningless for padding.
 
         Raises:
-            ValueError: the cache is full, or the mask does not fit; nothing has changed then.
+            ValueError: the cache is full, or the mask is not valid. The cache is unchanged.
         """
         decoder, columns = self.decoder, tokens.shape[1]
         rule = f"have {decoder.batch_size} rows, as the cache"
@@ -66,7 +66,7 @@ class GenerationCache(Cache):
         is_read = mask is not None and (columns > 1 or not has_begun or not tokens.is_cuda)
         valid = self._valid(mask, columns) if is_read and mask is not None else None
         if valid is None and has_begun and columns <= MOST_QUERIES:
-            # a replayed graph writes to the same memory again
+            # the next replay of the graph overwrites its output
             logits = decoder.step(tokens).clone()[:, kept]
         else:
             logits = self._prefill(tokens, valid, kept)
@@ -74,7 +74,7 @@ class GenerationCache(Cache):
         return logits
 
     def _valid(self, mask: Tensor, columns: int) -> Tensor | None:
-        """Mask of the new columns that are tokens; None if all are."""
+        """Mask of the new columns, true for tokens; None if there is no padding."""
         total = self._columns + columns
         check(mask.shape[-1] == total, _NAME, "attention_mask", f"have {total} columns", mask.shape)
         valid = mask[:, -columns:] != 0
@@ -103,11 +103,11 @@ class GenerationCache(Cache):
 
     # --- what transformers calls ------------------------------------------------------------------
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of columns, padding included."""
+        """Number of columns, including padding."""
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Longest row, tokens."""
+        """Maximum length of a row, tokens."""
         return self.decoder.cache.max_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -115,7 +115,7 @@ class GenerationCache(Cache):
         self.decoder.cache.reorder(beam_idx.tolist())
 
     def reset(self) -> None:
-        """Forget all rows, and read the model's weights again if they have changed."""
+        """Remove all rows, and read the model's weights again if they have changed."""
         self.decoder.reset()
         self._columns = 0
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from nsa.lm.config import LMConfig
 
-# Beside the weights, for `trust_remote_code=True`: a name of this module for each Auto class.
+# Class of each Auto class, saved with the weights for `trust_remote_code=True`.
 CODE_FILE = "nsa_hf.py"
 CODE = '''"""The classes of this model: those of the package nsa, which must be installed."""
 
@@ -23,18 +23,18 @@ _AUTO_MAP = {"AutoConfig": "NSALMConfig", "AutoModelForCausalLM": "NSAForCausalL
 class NSALMConfig(PretrainedConfig):
     """:class:`nsa.lm.config.LMConfig` in transformers' form, under the same names.
 
-    The usual names of sizes read the same values: ``hidden_size``, ``num_hidden_layers``,
+    The usual names of sizes are aliases: ``hidden_size``, ``num_hidden_layers``,
     ``intermediate_size``, ``tie_word_embeddings``, ``num_attention_heads``,
     ``num_key_value_heads``, ``head_dim``.
 
     Args:
-        max_position_embeddings: tokens of the training's sequences, for the record: rotary
-            positions have no limit.
+        max_position_embeddings: sequence length of the training, tokens; informational, since
+            rotary positions have no limit.
         values: fields of ``LMConfig`` (``nsa`` may be a dictionary of the fields of ``NSAConfig``)
-            and those of every configuration of transformers.
+            and of ``PretrainedConfig``.
 
     Raises:
-        ValueError: a value of the model is not valid, or ``nsa`` has another field.
+        ValueError: a value is not valid, or ``nsa`` has an unknown field.
     """
 
     model_type = "nsa_lm"
@@ -58,22 +58,22 @@ class NSALMConfig(PretrainedConfig):
 
     @classmethod
     def of(cls, config: LMConfig, **values: Any) -> NSALMConfig:
-        """Convert a configuration, with more values of transformers' configurations."""
+        """Convert a configuration; ``values`` are fields of ``PretrainedConfig``."""
         return cls(**asdict(config), **values)
 
     @property
     def lm(self) -> LMConfig:
-        """The configuration of the language model."""
+        """Configuration of the language model."""
         return LMConfig(**{f.name: getattr(self, f.name) for f in fields(LMConfig)})
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return int(self.nsa["num_heads"])
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return int(self.nsa["num_kv_heads"])
 
     @property

@@ -1,4 +1,4 @@
-"""A trained run as a folder that transformers loads: weights, configuration, tokenizer, card."""
+"""Export of a run for transformers: weights, configuration, tokenizer, model card."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def export_run(
     dtype: str = "fp32",
     shard_size: str = "5GB",
 ) -> str:
-    """Write a checkpoint as a new folder, whole or not at all.
+    """Write a checkpoint to a new folder, atomically.
 
     Args:
         folder: the run.
-        target: folder to make.
+        target: folder to create.
         checkpoint: ``last``, ``best`` or a step.
-        layout: ``nsa``, or ``llama`` for a dense model that transformers' own Llama reads.
-        dtype: of the weights, ``fp32`` or ``bf16``.
-        shard_size: of a file at most, such as ``5GB``.
+        layout: ``nsa``, or ``llama`` for a dense model in the layout of transformers' Llama.
+        dtype: dtype of the weights, ``fp32`` or ``bf16``.
+        shard_size: maximum size of a weight file, such as ``5GB``.
 
     Returns:
-        A line that says what was written.
+        One line that describes the export.
 
     Raises:
-        ValueError: the target exists, or Llama lacks something that the model has.
+        ValueError: the target exists, or Llama does not support the model.
     """
     check(not target.exists(), "export", "DIR", "not exist yet", target)
     config = folder.load_config()
@@ -86,14 +86,14 @@ def _ours(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
 
 
 def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
-    """Convert a dense model to transformers' Llama, which shares its weights: to save, not run.
+    """Convert a dense model to transformers' Llama with shared weights, for saving only.
 
     Args:
         model: the model.
-        values: more settings of ``LlamaConfig``.
+        values: additional settings of ``LlamaConfig``.
 
     Raises:
-        ValueError: Llama lacks something that the model has.
+        ValueError: Llama does not support the model.
     """
     settings = LlamaConfig(**llama_settings("export", model.config), **values)
     with torch.device("meta"):
@@ -112,9 +112,9 @@ def model_card(
     Args:
         config: the run.
         model: the model.
-        meta: of the checkpoint.
-        name: of the folder.
-        layout: of the weights.
+        meta: metadata of the checkpoint.
+        name: name of the folder.
+        layout: layout of the weights.
     """
     progress, data, nsa = meta["progress"], config.data, config.model.nsa
     figure = meta["val_bits_per_byte"]

@@ -1,4 +1,4 @@
-"""The project's language model as a model of transformers."""
+"""Language model with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.projection import TogetherModule
 
 _NAME = "NSAForCausalLM"
-# Arguments of transformers' models that would change the result, and what to do instead.
+# Unsupported arguments of transformers' models, and the alternative of each.
 _REFUSED = {
     "position_ids": "They follow from attention_mask, or from cu_seq_lens_q for packed rows.",
     "inputs_embeds": "Give input_ids.",
@@ -34,7 +34,7 @@ _REFUSED = {
 def _unhook(modules: Iterable[nn.Module]) -> None:
     """Remove accelerate's hooks from modules whose weights attention and decoding read.
 
-    Other hooks stay, and raise an error later.
+    Other hooks remain and raise an error later.
     """
     for module in modules:
         if hasattr(module, "_hf_hook"):
@@ -51,14 +51,14 @@ def _targets(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Move labels to the column that predicts them; -100 if no column of the document does."""
+    """Shift labels to the column that predicts them; -100 if none in the document does."""
     moved = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     targets = moved if shift_labels is None else shift_labels.contiguous().clone()
     if mask is not None:
         valid = mask[:, -labels.shape[1] :].to(targets.device) != 0
         follows = nn.functional.pad(valid[:, 1:], (0, 1))
         targets = targets.masked_fill(~(valid & follows), -100)
-    if cu_seq_lens_q is not None:  # the last column of all predicts nothing
+    if cu_seq_lens_q is not None:  # the last column predicts nothing
         targets.view(-1)[cu_seq_lens_q.to(targets.device).long() - 1] = -100
     return targets
 
@@ -66,11 +66,11 @@ def _targets(
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     """:class:`nsa.lm.model.LanguageModel`, sparse or dense, with the interface of transformers.
 
-    Weights have the names that they have in this project's checkpoints.
+    Weights have the same names as in checkpoints.
 
     Args:
         config: the model.
-        model: weights to share; None draws new ones.
+        model: model whose weights are shared; None draws new weights.
 
     Attributes:
         model: the language model.
@@ -82,7 +82,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers reads them from the class)
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
-    # The model has its own attention, which needs none of transformers' functions and caches.
+    # The model's own attention does not use the attention functions and caches of transformers.
     _supports_attention_backend = False
     _can_compile_fullgraph = False
 
@@ -110,20 +110,20 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 ``[B, T]``.
-            attention_mask: ``[B, T]``, and with a cache ``[B, all columns]``: 0 for padding, left
-                or right of a row's tokens, with a cache on the left alone.
-            past_key_values: from :meth:`new_cache`; ``input_ids`` then follow what it holds.
-            labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1. Not
-                counted are -100, padding, and the first token of a row or packed document, which no
-                token predicts.
-            use_cache: true needs ``past_key_values``, since a cache is made for a number of tokens.
+            attention_mask: ``[B, T]``, with a cache ``[B, all columns]``: 0 for padding, left or
+                right of a row's tokens, with a cache only left.
+            past_key_values: from :meth:`new_cache`; ``input_ids`` then follow the cached tokens.
+            labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1. The
+                loss ignores -100, padding, and the first token of a row or packed document, which
+                no token predicts.
+            use_cache: true needs ``past_key_values``, since a cache has a fixed size.
             logits_to_keep: last columns whose logits are computed, 0 for all, or their indices.
-            others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as
-                ``DataCollatorWithFlattening`` gives them, and what the loss function takes:
-                ``num_items_in_batch`` divides the sum over counted labels.
+            others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as from
+                ``DataCollatorWithFlattening``, and arguments of the loss function:
+                ``num_items_in_batch`` divides the sum over all labels.
 
         Raises:
-            ValueError: shapes do not fit, an argument is not supported, or the cache is full.
+            ValueError: shapes do not match, an argument is not supported, or the cache is full.
         """
         for name, hint in _REFUSED.items():
             is_given = others.get(name) is not None and others.get(name) is not False
@@ -158,7 +158,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """``[B, T, width]``."""
+        """Input of the head, ``[B, T, width]``."""
         cu_seqlens, max_seqlen = cu_seq_lens_q, max_length_q
         has_padding = mask is not None and not mask.all()
         rule = "be without padding with cu_seq_lens_q"
@@ -171,17 +171,17 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             check(fits, _NAME, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask, function=_NAME)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
-        # accelerate moves arguments to a device of the model, not always to that of the embedding
+        # accelerate may move arguments to another device of the model than the embedding's
         cu_seqlens = cu_seqlens.to(self.model.embedding.weight.device, torch.int32)
         hidden = self.model.hidden_states(input_ids.flatten(), cu_seqlens, max_seqlen)
         return hidden.unflatten(0, input_ids.shape)
 
     def new_cache(self, batch_size: int = 1, *, max_tokens: int) -> GenerationCache:
-        """An empty cache for ``past_key_values`` of :meth:`forward` and ``generate``.
+        """Make an empty cache for ``past_key_values`` of :meth:`forward` and ``generate``.
 
         Args:
-            batch_size: rows that are continued together, beams included.
-            max_tokens: columns until it is full, padding included.
+            batch_size: number of rows, including beams.
+            max_tokens: maximum number of columns, including padding.
         """
         return GenerationCache(self.model, batch_size, max_tokens=max_tokens)
 
@@ -204,7 +204,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         model_kwargs["past_key_values"] = cache
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the language model initialises its weights when it is made."""
+        """Do nothing: ``LanguageModel`` initialises its weights in its constructor."""
 
     def _set_gradient_checkpointing(
         self,
@@ -212,7 +212,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Any = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Make layers keep only their input; the backward pass computes the rest again."""
+        """Store only the input of each layer; the backward pass recomputes the rest."""
         function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
         rule = "be left out: activations are computed again"
         check(function is checkpoint, "activation_checkpointing_enable", "offload", rule, True)
@@ -230,16 +230,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Raise an error: the vocabulary is that of the tokenizer."""
+        """Raise an error: the tokenizer determines the vocabulary size."""
         rule = f"stay at the {self.config.vocab_size} tokens of the model"
         fail(_NAME, "the vocabulary", rule, "another size")
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load a model like transformers, except that weights that do not fit are an error.
+        """Load a model like transformers, but raise an error if weights do not match.
 
         Raises:
-            ValueError: the folder lacks weights of the model, or contains others.
+            ValueError: weights are missing or unexpected.
             RuntimeError: a weight has another shape.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
@@ -258,8 +258,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         for layer in cast(Self, model).model.decoder_layers():
             _unhook(
                 part for part in layer.modules() if part is not layer
-            )  # the layer's own hook moves inputs
-            # weights were loaded one by one; a GPU multiplies by all of a layer at once
+            )  # the layer's hook moves inputs
+            # weights were loaded separately; kernels multiply by all weights of a layer at once
             cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.freeze_scoring()

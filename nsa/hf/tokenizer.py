@@ -1,4 +1,4 @@
-"""The project's tokenizers as tokenizers of transformers."""
+"""Conversion of tokenizers to transformers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from nsa.train.data.tokenizer import BYTE_OF, SEPARATOR
 def as_transformers(saved: dict[str, Any]) -> PreTrainedTokenizerFast:
     """Convert a tokenizer; ids and decoded texts are equal.
 
-    Bytes that are not UTF-8 are decoded as U+FFFD. The separator's name inside a text is ordinary
-    text. The separator is the token that ends and pads; for bytes it is 0, like NUL.
+    Bytes that are not UTF-8 are decoded as U+FFFD. The name of the separator inside a text is
+    ordinary text. The separator is the EOS and padding token; for bytes it is 0, like NUL.
 
     Args:
-        saved: content of a file of :meth:`nsa.train.data.Tokenizer.save`.
+        saved: contents of a file from :meth:`nsa.train.data.Tokenizer.save`.
     """
     separator, definition = saved["separator"], saved["tokenizer"]
     if definition is None:
         backend, separator = _bytes(separator is not None), separator and SEPARATOR
     else:
-        # without the tokens that a post-processor adds around a text
+        # drop the post-processor, which would add tokens around a text
         backend = Tokenizer.from_str(json.dumps({**definition, "post_processor": None}))
     tokens = {"eos_token": separator, "pad_token": separator} if separator else {}
     return PreTrainedTokenizerFast(
@@ -38,7 +38,7 @@ def as_transformers(saved: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _bytes(has_separator: bool) -> Tokenizer:
-    """Bytes as ids, by byte-level BPE that never merges."""
+    """Byte tokenizer: byte-level BPE without merges."""
     vocab = {character: byte for character, byte in BYTE_OF.items() if byte or not has_separator}
     unknown = None
     if has_separator:

@@ -1,4 +1,4 @@
-"""The dense baseline of equal size, and sizes of models without allocating them."""
+"""Dense baseline of equal size, and model sizes without allocation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 
-# Largest relative difference in parameters between the baseline and the sparse model.
+# Largest relative difference in parameters between baseline and sparse model.
 MATCHED_WITHIN = 0.01
 # Hidden sizes of an MLP that suit matrix products, best first.
 _MULTIPLES = (128, 64, 32, 16, 8, 1)
 
 
 def parameters_by_part(config: LMConfig) -> dict[str, int]:
-    """See :meth:`LanguageModel.num_parameters`; no memory is allocated.
+    """:meth:`LanguageModel.num_parameters` without allocating memory.
 
-    All layers have the same size, so models of one and two layers give the sizes of all depths.
+    All layers have the same size, so the size is extrapolated from one and two layers.
     """
     with torch.device("meta"):
         one, two = (
@@ -28,7 +28,7 @@ def parameters_by_part(config: LMConfig) -> dict[str, int]:
 
 
 def dense_of_equal_size(config: LMConfig) -> LMConfig:
-    """Return a dense model with a wider MLP and as many parameters as the sparse one, +-1%.
+    """Return a dense model with a wider MLP and the parameters of the sparse model, +-1%.
 
     Args:
         config: the model; its ``attention`` is ignored.

@@ -19,13 +19,13 @@ class LMConfig:
         width: size of the residual stream.
         num_layers: decoder layers.
         attention: ``nsa``, or ``dense`` for causal softmax attention through PyTorch's SDPA.
-        nsa: the sparse pattern; its heads, head sizes and rotary settings hold for ``dense`` too.
+        nsa: the sparse pattern; ``dense`` uses its heads, head sizes and rotary settings.
         mlp: ``silu`` (two matrices) or ``swiglu`` (three; Shazeer, arXiv:2002.05202).
         mlp_hidden_size: hidden size of the MLP.
         tie_head: whether the output head is the embedding matrix.
         norm_eps: constant inside RMSNorm.
-        init_std: standard deviation of the initial weights; output projections get it divided by
-            sqrt(2 * num_layers), and the head of a wide model gets less, so that the first loss is
+        init_std: standard deviation of the initial weights; divided by sqrt(2 * num_layers) for
+            output projections, and smaller for the head of a wide model, so that the first loss is
             near ln(vocab_size).
     """
 
@@ -42,7 +42,7 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        # Sizes beyond these are mistakes, and their products would not fit into 64 bits.
+        # Larger sizes are mistakes, and their products would overflow 64 bits.
         check_at_most(self, 2**24, "vocab_size", "width", "mlp_hidden_size")
         check_at_most(self, 1000, "num_layers")
         check_positive(self, "vocab_size", "width", "num_layers", "mlp_hidden_size")

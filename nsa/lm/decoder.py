@@ -1,4 +1,4 @@
-"""A language model made ready to generate: weights, cache, and a step that launches little."""
+"""Decoder for generation: prepared weights, cache, and steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from nsa.ops.projection.layout import plain_weight
 
 
 class Decoder:
-    """Generates with a language model: a prompt first, then steps of 1 to 8 tokens a sequence.
+    """Generates with a language model: first a prompt, then steps of 1 to 8 tokens per sequence.
 
-    A step is one pass over the weights: nine launches a layer on a GPU, the residual stream in the
-    dtype of the model's parameters, everything else in the compute dtype. The second step of a
-    size is captured as a CUDA graph, which the later ones replay, unless blocks are scored
-    approximately. The weights behind a norm are copied, with the norm's weight in them, and the
-    others where the compute dtype is another: after a change of weights call :meth:`reset`.
+    A step is one pass over the weights: nine launches per layer on a GPU, the residual stream in
+    the dtype of the parameters, everything else in the compute dtype. The second step of a size is
+    captured as a CUDA graph, which later steps replay, unless blocks are scored approximately.
+    Weights after a norm are copied, with the norm's weight folded in, and other weights if the
+    compute dtype differs: call :meth:`reset` after changing weights.
 
     Args:
         model: the language model, with sparse or dense attention.
-        batch_size: sequences that are generated together; their lengths may differ.
-        max_tokens: tokens that a sequence may come to have.
-        compute_dtype: of matrix products and attention; None: that of the parameters.
+        batch_size: sequences generated together; their lengths may differ.
+        max_tokens: maximum length of a sequence, tokens.
+        compute_dtype: dtype of matrix products and attention; None means that of the parameters.
         num_pages: see :class:`nsa.NSACache`.
 
     Raises:
-        ValueError: a module of the model computes something else than its weights say, as with
-            LoRA, quantization or hooks.
+        ValueError: a module does not just apply its weights, for example with LoRA, quantization
+            or hooks.
 
     Attributes:
-        cache: the cache, for its lengths, forks and the like.
+        cache: the decode cache, for example for lengths and forks.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Decoder:
         self._versions = self._versions_now()
         self._layers = [StepLayer(layer, self.dtype) for layer in model.decoder_layers()]
         self._head = Linear.behind(model.norm, head, dtype=self.dtype)
-        # The project's own models have none, but a head may be exchanged.
+        # `LanguageModel` has none, but users may replace the head.
         self._bias: Tensor | None = model.head.bias
         self._graphs: dict[int, StepGraph | None] = {}
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        """Of each weight: where it is, and how often it was written to."""
+        """Address and version counter of each weight."""
         weights = self.model.parameters()
         return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     def reset(self) -> None:
-        """Forget all sequences, and read the model's weights anew if they have changed.
+        """Remove all sequences, and read the model's weights again if they have changed.
 
-        Writes through ``.data`` are not noticed.
+        Writes through ``.data`` are not detected.
         """
         for row in range(self.batch_size):
             self.cache.free(row)
@@ -92,17 +92,17 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Take in more of each sequence, such as its prompt, in one pass.
+        """Append tokens to each sequence, such as its prompt, in one pass.
 
         Args:
-            tokens: of each sequence; none for one that does not go on.
+            tokens: new tokens of each sequence; may be empty for some.
 
         Returns:
-            Logits ``[B, vocab_size]`` of the token that follows; meaningless for a sequence without
-            new tokens.
+            Logits ``[B, vocab_size]`` of the next token; meaningless for a sequence without new
+            tokens.
 
         Raises:
-            ValueError: no sequence has new tokens, or the cache is full; nothing has changed then.
+            ValueError: no sequence has new tokens, or the cache is full. The cache is unchanged.
         """
         count = len(tokens)
         check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
@@ -119,16 +119,16 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in the next tokens of every sequence.
+        """Append the next tokens of every sequence.
 
         Args:
             tokens: int64 ``[B, T]``, T from 1 to 8.
 
         Returns:
-            Logits ``[B, T, vocab_size]``, of which the next step of this size may use the memory.
+            Logits ``[B, T, vocab_size]``, which the next step of this size may overwrite.
 
         Raises:
-            ValueError: the shape does not fit, or the cache is full; nothing has changed then.
+            ValueError: the shape is not valid, or the cache is full. The cache is unchanged.
         """
         rule = f"have shape [{self.batch_size}, 1 to {MOST_QUERIES}]"
         fits = tokens.ndim == 2 and tokens.shape[0] == self.batch_size
@@ -136,7 +136,7 @@ class Decoder:
         check(fits, "Decoder", "tokens", rule, tuple(tokens.shape))
         queries = tokens.shape[1]
         if not (tokens.is_cuda and self._is_captured and queries in self._graphs):
-            # The first step of a size compiles kernels and reserves memory, which no capture can.
+            # The first step of a size compiles kernels and reserves memory: it is not captured.
             self._graphs[queries] = None
             return self.take(tokens)
         self.cache.reserve([queries] * self.batch_size)
@@ -147,7 +147,7 @@ class Decoder:
 
     @torch.no_grad()
     def take(self, tokens: Tensor) -> Tensor:
-        """:meth:`step` of any number of tokens, launched one kernel after the other."""
+        """:meth:`step` without a CUDA graph, for any number of tokens."""
         batch, queries = tokens.shape
         sequences = Sequences(None, batch, queries, queries, tokens.device)
         hidden = self.hidden_states(tokens.flatten(), sequences)
@@ -155,17 +155,17 @@ class Decoder:
 
     @torch.no_grad()
     def hidden_states(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Take in tokens.
+        """Append tokens to the cache.
 
         Args:
             tokens: int64 ``[N]``.
-            sequences: where those of each sequence lie.
+            sequences: the sequences of the tokens.
 
         Returns:
-            What :meth:`logits` takes, ``[N, width]``.
+            Input of :meth:`logits`, ``[N, width]``.
 
         Raises:
-            ValueError: the cache is full; nothing has changed then.
+            ValueError: the cache is full. It is unchanged.
         """
         x = self.model.embedding.weight[tokens]
         for layer, cache in zip(self._layers, self.cache.layers, strict=True):
@@ -177,17 +177,17 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[N, vocab_size]`` of the tokens that follow those of ``[N, width]``."""
+        """Logits ``[N, vocab_size]`` of the next tokens, from hidden states ``[N, width]``."""
         logits = self._head(hidden.to(self.model.head.weight.device))
         return (logits if self._bias is None else logits + self._bias).to(hidden.device)
 
 
 class StepLayer:
-    """The weights of a decoder layer as a step multiplies by them.
+    """Weights of a decoder layer, prepared for decode steps.
 
     Args:
         layer: the layer.
-        dtype: of the products.
+        dtype: dtype of the products.
     """
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
@@ -208,7 +208,7 @@ class StepLayer:
         self.down = Linear(down.detach().to(dtype))
 
     def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
-        """Attention ``[T, Hq, Dv]`` of the residual stream ``[T, width]``, which is cached."""
+        """Attention ``[T, Hq, Dv]`` of new tokens ``[T, width]``, which are cached."""
         attention, rope = self.attention, self.attention.rope
         bias, columns = attention.projection_bias, attention.columns
         before = cache.lengths(sequences, x.shape[0])
@@ -219,17 +219,17 @@ class StepLayer:
 
 
 class StepGraph:
-    """A step of a decoder as a CUDA graph.
+    """Decode step as a CUDA graph.
 
     Args:
-        decoder: it has run a step of this size, and has room for another.
-        tokens: int64 ``[B, T]``, for their shape.
+        decoder: decoder that has run a step of this size and has space for another.
+        tokens: int64 ``[B, T]``; only the shape is used.
     """
 
     def __init__(self, decoder: Decoder, tokens: Tensor) -> None:
         self.cache, self.graph, device = decoder.cache, torch.cuda.CUDAGraph(), tokens.device
-        # PyTorch's own stream for captures lies on the device that was current for the first one.
-        # Tensors made in inference mode could not be written to outside of it.
+        # PyTorch's default capture stream is on the device of the process's first capture.
+        # Tensors made in inference mode cannot be written outside of it.
         with (
             torch.inference_mode(False),
             torch.no_grad(),

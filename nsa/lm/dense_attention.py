@@ -1,4 +1,4 @@
-"""Dense causal attention with the heads and rotary settings of a sparse pattern: the baseline."""
+"""Dense causal attention, the baseline, with the heads and rotary settings of a pattern."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from nsa.ops.projection.layout import plain_weight
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
-# Dtypes of the kernel for variable lengths, and its options for causal, grouped attention.
+# Dtypes of the variable-length kernel, and its options for causal grouped-query attention.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_OPTIONS: dict[str, Any] = {"window_size": (-1, 0)}
-if torch.__version__ >= "2.12":  # before, it always groups
+if torch.__version__ >= "2.12":  # older versions always group
     _VARLEN_OPTIONS["enable_gqa"] = True
 
 # Windows over a whole cache are rounded up to a multiple of this number of tokens.
 _WINDOWS = 4096
 
-_FEW = 1024  # tokens; gates for more are not kept
+_FEW = 1024  # tokens; larger gate tensors are not cached
 
 # Backends of causal attention without a mask on a GPU, fastest first; the last is for fp32.
 _FASTEST_FIRST = [
@@ -41,8 +41,8 @@ _FASTEST_FIRST = [
 
 
 def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
-    """Return the pattern of a decode cache for dense attention: a window over all tokens."""
-    # few sizes of windows, for each of which kernels are compiled
+    """Return the pattern of a dense decode cache: a window over all tokens."""
+    # round up to few window sizes: kernels are compiled for each
     window = -(-max_tokens // _WINDOWS) * _WINDOWS
     one = replace(config, branches=("win",), window_size=window, share_kv=False)
     return replace(one, gate="fixed", gate_bias=0.0, gate_temperature=1.0)
@@ -53,7 +53,7 @@ class DenseAttention(TogetherModule):
 
     Args:
         width: size of the residual stream.
-        config: heads, head sizes and rotary settings; its sparse part is not used.
+        config: heads, head sizes and rotary settings; other fields are not used.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -67,7 +67,7 @@ class DenseAttention(TogetherModule):
         queries = Heads(config.num_heads, config.head_dim, "yes")
         keys = Heads(config.num_kv_heads, config.head_dim, "yes")
         self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
-        # Gates of 1 by number of tokens: a captured step keeps reading the same memory.
+        # Gates of 1 by number of tokens, kept alive for captured steps.
         self._gates = dict[int, Tensor]()
         self.lay_together()
 
@@ -76,10 +76,10 @@ class DenseAttention(TogetherModule):
         projections = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
         return [plain_weight("DenseAttention", *projection) for projection in projections.items()]
 
-    projection_bias: None = None  # as there are no gates
+    projection_bias: None = None  # there are no gates
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
-        """Inputs of a decode cache: heads ``[T, H, size]`` for the window, and gates of 1."""
+        """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""
         (q, k, v), tokens = found, x.shape[0]
         gates = self._gates.get(tokens)
         if gates is None or gates.device != x.device:
@@ -91,7 +91,7 @@ class DenseAttention(TogetherModule):
     def attend_cached(
         self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache
     ) -> Tensor:
-        """Attention output ``[T, Hq, Dv]`` for new tokens, which the cache takes in."""
+        """Append new tokens to the cache; return their attention output ``[T, Hq, Dv]``."""
         inputs = self.attention_inputs(found, x)
         cu_seqlens = None if sequences.offsets is None else sequences.cu_q
         q, k, v = found
@@ -113,16 +113,16 @@ class DenseAttention(TogetherModule):
         Args:
             x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
             cu_seqlens: int32 ``[B + 1]`` offsets of the packed sequences; None means one sequence.
-            max_seqlen: at least the longest sequence, tokens; None takes all tokens as the bound.
+            max_seqlen: at least the longest sequence, tokens; None means all tokens.
             attention_mask: bool or integer ``[B, T]`` of a padded batch.
             sequences: replaces the previous three arguments.
-            cache: decode cache; ``x`` then holds the tokens that follow those already cached.
+            cache: decode cache; ``x`` then contains the tokens after the cached ones.
 
         Returns:
             The layer's output, shaped like ``x``.
 
         Raises:
-            ValueError: shapes or offsets do not fit.
+            ValueError: shapes or offsets do not match.
         """
         shape = x.shape
         x, sequences = open_layer_input(
@@ -146,21 +146,20 @@ class DenseAttention(TogetherModule):
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
 ) -> Tensor:
-    """Causal softmax attention inside each packed sequence, by PyTorch's kernels.
+    """Causal softmax attention within each packed sequence, with PyTorch's kernels.
 
-    The lengths are not read. Sequences that all have ``max_seqlen`` tokens use the causal kernel of
-    SDPA as a batch. Other sequences use the kernel for variable lengths
-    (``torch.nn.attention.varlen``) on a GPU in bf16 or fp16, and otherwise SDPA with a mask. The
-    backward pass of the kernel for variable lengths sums the gradient of q by atomics, so its last
-    bits may differ from run to run.
+    Lengths are not read. If all sequences have ``max_seqlen`` tokens, they run as a batch through
+    causal SDPA. Otherwise the variable-length kernel (``torch.nn.attention.varlen``) runs on a GPU
+    in bf16 or fp16, and masked SDPA elsewhere. The backward pass of the variable-length kernel sums
+    the gradient of q with atomics, so its last bits may differ between runs.
 
     Args:
         q: rotated queries ``[T, Hq, D]``.
         k: rotated keys ``[T, Hkv, D]``.
         v: values ``[T, Hkv, Dv]``.
-        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences; None: all have ``max_seqlen``
-            tokens.
-        max_seqlen: at least the longest sequence, tokens; None takes T.
+        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences; None means that all have
+            ``max_seqlen`` tokens.
+        max_seqlen: at least the longest sequence, tokens; None means T.
 
     Returns:
         ``[T, Hq, Dv]`` in the dtype of ``q``.
@@ -172,26 +171,26 @@ def causal_attention(
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))
         return _sdpa(queries, keys, values, None).flatten(0, 1)
     if on_gpu(q) and q.dtype in _VARLEN_DTYPES and k.shape[-1] == v.shape[-1]:
-        # Its import takes two seconds, for a compiler that only training needs.
+        # Imported here: it takes two seconds, for a compiler that only training needs.
         from torch.nn.attention.varlen import varlen_attn
 
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, size, size, **_VARLEN_OPTIONS)
-        assert isinstance(out, Tensor)  # and not with statistics, which are not asked for
+        assert isinstance(out, Tensor)  # no lse was requested
         return out
     return _banded_attention(q, k, v, cu_seqlens, size)
 
 
 def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size: int) -> Tensor:
-    """:func:`causal_attention` of sequences of at most ``size`` tokens, under a mask.
+    """:func:`causal_attention` of sequences of at most ``size`` tokens, with a mask.
 
-    The tokens are cut into chunks of ``size``: no sequence is longer, so a query sees keys of its
+    Tokens are split into chunks of ``size``: no sequence is longer, so a query sees keys of its
     own chunk and of the one before it, however many sequences there are. The mask has
-    ``2 * size`` entries a token.
+    ``2 * size`` entries per token.
     """
     num_tokens = q.shape[0]
     padding = -num_tokens % size
     row = torch.arange(num_tokens + padding, device=q.device)
-    # padding rows get B, no real sequence
+    # padding rows have sequence B, which does not exist
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     sequence, row = sequence.view(-1, size), row.view(-1, size)
     queries, keys, values = (
@@ -205,9 +204,9 @@ def _banded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, size:
 
 
 def _with_previous(x: Tensor, fill: int) -> Tensor:
-    """Append each chunk to the previous one: ``[N, size, ...]`` to ``[N, 2 * size, ...]``.
+    """Concatenate each chunk to the previous one: ``[N, size, ...]`` to ``[N, 2 * size, ...]``.
 
-    The first chunk is appended to ``fill``.
+    The first chunk is concatenated to ``fill``.
     """
     return torch.cat((torch.cat((torch.full_like(x[:1], fill), x[:-1])), x), dim=1)
 
@@ -221,7 +220,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
             out = attend(q, k, v, is_causal=True, enable_gqa=group_size > 1)
     else:
-        if group_size > 1:  # not every SDPA kernel groups heads itself
+        if group_size > 1:  # not all SDPA kernels support grouped heads
             k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
         mask = None if visible is None else visible[:, None]
         out = attend(q, k, v, attn_mask=mask, is_causal=visible is None)

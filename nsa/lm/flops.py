@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, for the share of the peak that training reaches (MFU)."""
+"""Floating-point operations of a model, for model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsa.lm.config import LMConfig
 
 
 def keys_per_query(config: LMConfig, seq_len: int) -> float:
-    """Keys that a query of one layer attends to in all branches, averaged over the positions.
+    """Keys per query in one layer, summed over branches, averaged over positions.
 
     Args:
         config: the model.
@@ -24,7 +24,7 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
         keys += stride * _triangle(blocks) + rest * (blocks + 1)
     if "slc" in pattern.branches:
         size, others = pattern.block_size, pattern.num_selected_blocks - 1
-        dense = min(seq_len, (others + 1) * size)  # positions that see all tokens before them
+        dense = min(seq_len, (others + 1) * size)  # positions that see all earlier tokens
         blocks, rest = divmod(seq_len - dense, size)
         keys += _triangle(dense) + blocks * _triangle(size) + _triangle(rest)
         keys += (seq_len - dense) * others * size
@@ -43,10 +43,10 @@ def _triangle(n: int) -> int:
 def flops_per_token(config: LMConfig, seq_len: int) -> float:
     """Operations of one training token, forward and backward.
 
-    A multiplication and an addition count as two. Matrix products with parameters take 2 operations
-    a parameter forward and 4 backward; attention takes 2 * (D + Dv) a head and key forward and
-    twice that backward, over the keys that the pattern lets a query see. Norms, rotation,
-    compression, scoring and the optimizer are not counted, nor is anything computed twice.
+    A multiply-add counts as two. Matrix products with parameters need 2 operations per parameter
+    forward and 4 backward; attention needs 2 * (D + Dv) per head and visible key forward and twice
+    that backward. Norms, rotation, compression, scoring, the optimizer and recomputation are not
+    counted.
 
     Args:
         config: the model.

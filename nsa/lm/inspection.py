@@ -1,4 +1,4 @@
-"""Selected blocks and gates of a model's layers on one text, from a forward pass of the model."""
+"""Selected blocks and gates of each layer on one text, from a forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAP_SIZE = 128
 _QUERIES_AT_A_TIME = 1 << 14
 
 Range = tuple[int, int]
-# Called with the layer's number and pattern, the gates and the selected blocks.
+# Called with the index and pattern of a layer, its gates and its block indices.
 Note = Callable[[int, NSAConfig, Tensor, Tensor | None], None]
 
 
@@ -31,9 +31,9 @@ class GateFigures:
     """Gates of one branch over all tokens and query heads.
 
     Attributes:
-        mean: their mean.
+        mean: mean of the gates.
         quantiles: quantiles at ``QUANTILES``, by nearest rank.
-        histogram: share of the gates in each of ``HISTOGRAM_BINS`` equal parts of 0 to 1.
+        histogram: fraction of the gates in each of ``HISTOGRAM_BINS`` equal parts of 0 to 1.
         head_means: mean of each query head.
     """
 
@@ -49,20 +49,19 @@ class SelectionFigures:
 
     Attributes:
         block_size: tokens of a block.
-        keys_mean: keys that a query sees in its blocks, mean over queries and KV heads.
-        distance_mean: tokens from a query back to these keys, mean.
-        distance_tokens: lower ends of the bins of ``distance_counts``: 0, 1, 2, 4, .. blocks back
-            from the query's own, in tokens.
-        distance_counts: selected blocks at these distances.
-        overlap: share of a query's blocks that the query so many tokens before it selected too, by
-            this lag; KV heads apart.
+        keys_mean: visible selected keys of a query, mean over queries and KV heads.
+        distance_mean: mean distance from a query back to its selected keys, tokens.
+        distance_tokens: lower bounds of the bins of ``distance_counts``: 0, 1, 2, 4, .. blocks
+            before the query's own, in tokens.
+        distance_counts: number of selected blocks in each bin.
+        overlap: by lag in tokens, fraction of a query's blocks that the query ``lag`` tokens
+            before it also selected, per KV head.
         ranges: selected blocks of some queries by position, for each KV head as token ranges
             ``[start, end)``, adjacent blocks merged.
-        heat_map: fp32 ``[rows, columns]`` on the CPU: the share of blocks that were selected, of
-            those in a stretch of the text (columns), by the queries in a stretch of it (rows) and
-            the KV heads.
+        heat_map: fp32 ``[rows, columns]`` on the CPU: fraction of the blocks in an interval of the
+            text (columns) that the queries in an interval (rows) selected, over KV heads.
         first_query: position of the query in the first row.
-        blocks: int32 ``[T, Hkv, n]`` on the CPU, ids; -1 where a query has fewer.
+        blocks: block indices int32 ``[T, Hkv, n]`` on the CPU, -1 for unused entries.
     """
 
     block_size: int
@@ -82,7 +81,7 @@ class LayerFigures:
     """Gates and selection of a layer on a text.
 
     Attributes:
-        layer: number of the layer, from 0.
+        layer: index of the layer, from 0.
         gates: figures of the enabled branches.
         selection: figures of the selected branch, None if it is disabled.
     """
@@ -98,9 +97,9 @@ def observed(model: LanguageModel, note: Note) -> Iterator[None]:
 
     Args:
         model: the language model, not compiled.
-        note: called by each layer with its number, its pattern, the gates ``[T, Hq, 3]``, order
-            (cmp, slc, win), and the selected blocks int32 ``[T, Hkv, n]``, None without the
-            selected branch.
+        note: called by each layer with its index, its pattern, the gates ``[T, Hq, 3]``, order
+            (cmp, slc, win), and the block indices int32 ``[T, Hkv, n]``, None if the selected
+            branch is disabled.
     """
     layers = [layer.attention for layer in model.decoder_layers()]
     sparse = [
@@ -130,8 +129,8 @@ def inspect_text(
     Args:
         model: the language model; call this under autocast if it was trained under autocast.
         tokens: tokens of the text, at least one.
-        queries: positions whose ranges are wanted.
-        first_query: position from which on queries are in the heat map.
+        queries: positions whose ranges are returned.
+        first_query: first position in the heat map.
 
     Returns:
         Figures of each layer; none for a dense model.
@@ -184,10 +183,10 @@ def selection_figures(
     """Figures of the blocks that the queries of one text selected.
 
     Args:
-        blocks: int32 ``[T, Hkv, n]``, ids; -1 where a query has fewer.
+        blocks: block indices int32 ``[T, Hkv, n]``, -1 for unused entries.
         config: the sparse pattern.
-        queries: positions whose ranges are wanted.
-        first_query: position from which on queries are in the heat map.
+        queries: positions whose ranges are returned.
+        first_query: first position in the heat map.
     """
     num_tokens, size = blocks.shape[0], config.block_size
     num_blocks = -(-num_tokens // size)
@@ -230,15 +229,15 @@ def selection_figures(
 
 
 def _stretches(count: int, parts: int) -> Tensor:
-    """Number of items in each part if item i of ``count`` is in part ``i * parts // count``."""
+    """Number of items per part; item i of ``count`` is in part ``i * parts // count``."""
     return torch.bincount(torch.arange(count) * parts // count, minlength=parts)
 
 
 def overlap(blocks: Tensor, lag: int) -> float:
-    """Share of the blocks that the query ``lag`` tokens before selected too.
+    """Fraction of blocks that the query ``lag`` tokens before also selected.
 
     Args:
-        blocks: int32 ``[T, Hkv, n]``, -1 where a query has fewer; more than ``lag`` queries.
+        blocks: int32 ``[T, Hkv, n]``, -1 for unused entries; T is more than ``lag``.
         lag: tokens.
     """
     shared = total = torch.zeros((), dtype=torch.int64, device=blocks.device)
@@ -264,7 +263,7 @@ def selected_ranges(
     if not queries:
         return {}
     chosen = torch.tensor(queries, device=blocks.device)
-    # each query is a sequence that ends with it
+    # each query is the last token of its own sequence
     ends = (chosen + 1).cumsum(0)
     ranges = blocks_to_ranges(
         blocks[chosen],

@@ -1,4 +1,4 @@
-"""Llama's layout of a dense model: names of weights and settings in transformers."""
+"""Dense models in Llama's layout: names of weights and settings in transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INNER = {
 
 
 def llama_name(name: str) -> str:
-    """The name of a weight, such as ``layers.0.attention.q_proj.weight``, in Llama's layout."""
+    """Convert the name of a weight, such as ``layers.0.attention.q_proj.weight``, to Llama's."""
     first, _, rest = name.partition(".")
     if first != "layers":
         return f"{_OUTER[first]}.{rest}"
@@ -34,7 +34,7 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
         config: the model.
 
     Raises:
-        ValueError: Llama lacks something that the model has; the message names the setting.
+        ValueError: Llama does not support the model; the message names the setting.
     """
     nsa, scaling = config.nsa, config.nsa.rope_scaling
     heads, size, kind = nsa.num_heads, nsa.head_dim, None if scaling is None else scaling.kind
@@ -67,7 +67,7 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
 
 
 def check_llama(function: str, argument: str, found: Mapping[str, Any], config: LMConfig) -> None:
-    """Raise an error if a Llama has other settings than a dense model.
+    """Raise an error if the settings of a Llama differ from a dense model.
 
     Args:
         function: name of the caller, for messages.

@@ -27,7 +27,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same shape, in the dtype of ``x``."""
+        """Normalise ``[..., width]``; same shape, dtype of ``x``."""
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
     @stages.in_stage(stages.MLP)
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same shape."""
+        """Map ``[..., width]`` to the same shape."""
         if self.gate_proj is None:
             return self.down_proj(nn.functional.silu(self.up_proj(x)))
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
 
     Attributes:
         keeps: activations kept for the backward pass: ``everything``, the layer's input and the
-            results of ``attention``, or only the ``input``. The rest is computed again.
+            results of ``attention``, or only the ``input``. The rest is recomputed.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        """``[T, width]`` packed or ``[B, T, width]`` to the same shape."""
+        """Map packed ``[T, width]`` or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
             return self._run(x, sequences, cache)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -90,10 +90,10 @@ class DecoderLayer(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """``torch.nn.Embedding`` whose gradient has the same bits in every run, on a GPU too."""
+    """``torch.nn.Embedding`` with a deterministic gradient, also on a GPU."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[*tokens.shape, width]``."""
+        """Embeddings ``[*tokens.shape, width]``."""
         return embed(tokens, self.weight)
 
 
@@ -122,13 +122,14 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """Normal weights; gates and phi keep the start that semantics.md gives them.
+        """Draw normal weights; gates and phi keep the initial values in semantics.md.
 
-        Output projections get less, so that the residual stream does not grow with the number of
-        layers (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). So
-        does the head of a wide model: its logits start with a standard deviation of at most 0.5,
-        which keeps the first loss near ln(vocab_size). A tied one gets less still: the final hidden
-        state may be near the token's own embedding, whose logit then starts at no more than 3.
+        Output projections have a smaller standard deviation, so that the residual stream does not
+        grow with the number of layers (Radford et al., "Language Models are Unsupervised Multitask
+        Learners", 2019). The head of a wide model, too: the standard deviation of the first logits
+        is at most 0.5, which keeps the first loss near ln(vocab_size). It is smaller for a tied
+        head: the final hidden state may be near the token's own embedding, whose logit is then at
+        most 3.
         """
         std, width, is_tied = self.config.init_std, self.config.width, self.config.tie_head
         head_std = min(std, 3.0 / width if is_tied else 0.5 / math.sqrt(width))
@@ -149,7 +150,7 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
     ) -> Tensor:
-        """Logits of the token that follows each token.
+        """Logits of the next token at each position.
 
         Args:
             tokens: int64, packed ``[T]`` or a dense batch ``[B, T]``.
@@ -187,7 +188,7 @@ class LanguageModel(nn.Module):
         return self.norm(x)
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers, first to last."""
+        """Decoder layers, first to last."""
         return cast(list[DecoderLayer], list(self.layers))
 
     def new_cache(

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer keeps for its backward pass."""
+"""Activation checkpointing that keeps the results of attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_
 Keeps = Literal["everything", "attention", "input"]
 
 # Attention operators on a GPU, and of dense attention on a CPU; the sparse reference is not a
-# single operator. They are names, so that nothing needs to be registered yet.
+# single operator. They are listed by name, so that they need not be registered yet.
 ATTENTION_OPERATORS = (
     "nsa.attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -23,7 +23,7 @@ ATTENTION_OPERATORS = (
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a forward pass and of its recomputation, which keeps attention.
+    """Return contexts of forward pass and recomputation that keep the results of attention.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; selective by
     operator as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer

@@ -1,4 +1,4 @@
-"""Files of the blocks that a model's layers selected, for benchmarks."""
+"""Files of recorded block selections, for benchmarks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
     """Write the selections of one text as a compressed ``.npz``.
 
     Args:
-        path: of the file; its folder exists.
-        layers: int32 ``[T, Hkv, n]`` of each layer, -1 where a query has fewer blocks.
+        path: file to write; its folder must exist.
+        layers: int32 ``[T, Hkv, n]`` of each layer, -1 for unused entries.
         block_size: tokens of a block.
     """
     arrays = {f"layer{number}": blocks.cpu().numpy() for number, blocks in enumerate(layers)}
-    # queries last: entries of neighbours are nearly equal, which compresses well
+    # queries last: neighbours are nearly equal, which compresses well
     named: dict[str, Any] = {name: x.transpose(1, 2, 0) for name, x in arrays.items()}
     named[_BLOCK_SIZE] = np.array(block_size)
     with new_file(path) as temporary, temporary.open("wb") as file:
@@ -34,10 +34,10 @@ def save_selections(path: Path, layers: Sequence[Tensor], block_size: int) -> No
 
 
 def load_selections(path: Path) -> tuple[list[Tensor], int]:
-    """Return selections of each layer, int32 ``[T, Hkv, n]``, and tokens of a block.
+    """Return selections of each layer, int32 ``[T, Hkv, n]``, and the block size in tokens.
 
     Raises:
-        ValueError: there is no such file, or it has other content.
+        ValueError: the file does not exist or is malformed.
     """
     rule = "be a file of nsa inspect --record"
     check(path.is_file(), "nsa bench", "--recorded", rule, path)

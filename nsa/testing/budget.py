@@ -1,8 +1,8 @@
-"""Comparison with an fp64 oracle, within a budget that the tested dtype itself sets.
+"""Comparison with an fp64 oracle, within an error budget derived from the tested dtype.
 
-The budget is the error that the same mathematics, written plainly in the tested dtype, makes
-against the oracle. A tolerance that is typed in says nothing about whether an error is rounding;
-this one does. The ceiling guards the budget: a baseline that is wrong itself must not widen it.
+The budget is a multiple of the error of a baseline: the same mathematics in plain PyTorch in the
+tested dtype. Unlike a fixed tolerance, it shows whether an error is rounding. A ceiling on the
+error of the baseline prevents a wrong baseline from widening the budget.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Largest error that the baseline itself may have, relative to the oracle: a few units in the last
-# place of the dtype.
+# Maximum error of the baseline relative to the oracle: a few units in the last place of the dtype.
 CEILING = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Error that is always allowed, for baselines that happen to be exact.
+# Error that is always allowed, for baselines that are exact by chance.
 FLOOR = {torch.float64: 1e-14, torch.float32: 2e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-# The same for a single row. A query with one key has dq = 0: exactly so by a softmax's own
-# gradient, but for rounding where row sums come from outputs (delta), and in fp32 a processor's
-# order of summation decides how much (1.8e-6 on one).
+# The same for a single row. A query with one key has dq = 0: exact with the gradient of softmax,
+# but only up to rounding if row sums are computed from outputs (delta). In fp32 the error depends
+# on the processor's order of summation (1.8e-6 on one).
 ROW_FLOOR = {
     torch.float64: 8e-14,
     torch.float32: 3.2e-6,
@@ -33,8 +32,8 @@ class Budget:
     """Errors of one tensor against the oracle.
 
     Attributes:
-        total: ``||x - oracle|| / ||oracle||`` over everything.
-        worst_row: the largest error of a row (last dimension) over the root mean square of the
+        total: ``||x - oracle|| / ||oracle||`` over the whole tensor.
+        worst_row: largest error of a row (last dimension) over the root mean square of the
             oracle's row norms.
     """
 
@@ -43,9 +42,9 @@ class Budget:
 
 
 def measure(actual: Tensor, oracle: Tensor) -> Budget:
-    """Errors of ``actual`` against the fp64 ``oracle`` of the same shape.
+    """Errors of ``actual`` relative to the fp64 ``oracle`` of the same shape.
 
-    They are infinite where ``actual`` is not finite.
+    Errors are infinite if ``actual`` is not finite.
     """
     assert actual.shape == oracle.shape, (
         f"shapes differ: {tuple(actual.shape)} and {tuple(oracle.shape)}"
@@ -72,11 +71,11 @@ def assert_within_budget(
 
     Args:
         actual: result under test.
-        baseline: the same mathematics written plainly in the tested dtype; its dtype sets ceiling
-            and floor.
-        oracle: the same in fp64.
-        name: what is compared, for the message.
-        factor: how many times the baseline's error is allowed.
+        baseline: the same mathematics in plain PyTorch in the tested dtype, which determines
+            ceiling and floor.
+        oracle: the result in fp64.
+        name: name of the result, for the message.
+        factor: allowed error as a multiple of the baseline's.
 
     Returns:
         The errors of ``actual``.

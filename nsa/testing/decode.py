@@ -1,4 +1,4 @@
-"""Decode caches filled with random tokens, and one decode step by the reference."""
+"""Decode caches filled with random tokens, and a reference decode step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.decode import CacheTensors
 from nsa.rope import Rope
 
-# Keys and values of a layer; the other fields are tables and counters.
+# Fields with keys and values of a layer; the others are tables and counters.
 _HELD = CacheTensors._fields[:8]
 
 
 def fill_cache(cache: NSACache, count: int) -> None:
     """Append ``count`` random tokens to each sequence of a cache.
 
-    All keys and values become Gaussian; compressed ones are as small as means.
+    Keys and values are Gaussian; compressed ones have the standard deviation of means.
 
     Args:
-        cache: with memory, which its layers reserve with their first token.
+        cache: cache with reserved memory, which needs a first token in each layer.
         count: tokens of each sequence.
 
     Raises:
@@ -52,16 +52,16 @@ def reference_step(
     sequence: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode step of one sequence by the reference, on a copy of its part of a cache.
+    """Reference decode step of one sequence, on a copy of its part of a cache.
 
     Args:
         config: the sparse pattern of the layer.
-        tensors: the layer's memory, which does not change.
+        tensors: the layer's memory, which is not modified.
         length: cached tokens of the sequence.
-        inputs: new tokens, as many of every sequence.
+        inputs: new tokens, the same number for each sequence.
         rope: rotates the compressed keys.
         sequence: index of the sequence.
-        dtype: of the computation.
+        dtype: dtype of the computation.
 
     Returns:
         ``[T, Hq, Dv]``.

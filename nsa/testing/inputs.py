@@ -1,4 +1,4 @@
-"""Random inputs of the operators."""
+"""Random inputs for the operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.config import NSAConfig
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """Inputs of ``native_sparse_attention`` over packed sequences; see there for shapes."""
+    """Packed inputs of ``native_sparse_attention``, which documents the shapes."""
 
     q: Tensor
     k_cmp_raw: Tensor
@@ -55,16 +55,16 @@ def make_inputs(
         config: the sparse pattern.
         lengths_k: key tokens of each sequence.
         lengths_q: query tokens of each sequence; None means as many as keys.
-        seed: of the generator; the values do not depend on ``dtype`` but for rounding.
-        dtype: of all float tensors.
-        device: of all tensors.
-        requires_grad: whether the float tensors are leaves that collect gradients.
+        seed: seed of the generator; values differ between dtypes only by rounding.
+        dtype: dtype of all float tensors.
+        device: device of all tensors.
+        requires_grad: whether the float tensors are leaves that require gradients.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     lengths_q = lengths_k if lengths_q is None else lengths_q
 
     def normal(tokens: int, heads: int, size: int) -> Tensor:
-        # Drawn in fp32 for every dtype: a case has the same numbers everywhere.
+        # Drawn in fp32 for all dtypes, so that a case has the same values everywhere.
         x = torch.randn(tokens, heads, size, generator=generator, device=device)
         return x.to(dtype).requires_grad_(requires_grad)
 

@@ -1,12 +1,12 @@
-"""fp64 values of sampled rows: the correctness gate at lengths where the reference does not fit.
+"""fp64 values of sampled rows: the correctness gate at lengths too large for the reference.
 
-:func:`sampled_values` computes results of some queries, each with all keys that it sees, and
-gradients of some keys, from all queries that see them. Memory grows linearly with the sequence:
-a temporary of attention takes at most 1 GiB.
+:func:`sampled_values` computes results of sampled queries from all keys that they see, and
+gradients of sampled keys from all queries that see them. Memory is linear in the sequence length,
+with temporaries of at most 1 GiB.
 
-With ``dtype`` fp64 the values are the oracle of the error budget. With another one they are its
-baseline, the same mathematics rounded as a plain kernel rounds it: products are added in fp32;
-attention weights, their gradients and all results are rounded to ``dtype``.
+With ``dtype`` fp64 the values are the oracle of the error budget. With other dtypes they are its
+baseline, with the rounding of a plain kernel: products are summed in fp32; attention weights, their
+gradients and all results are rounded to ``dtype``.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from nsa.ops.selection.reference import (
 from nsa.rope import Rope, apply_rope
 from nsa.testing.budget import Budget, assert_within_budget
 
-# Elements of a temporary of attention.
+# Maximum elements of a temporary tensor of attention.
 PART_ELEMENTS = 2**27
-# Relative distance from the n-th best score within which two selections may differ.
+# Selections may differ in blocks with a score within this relative distance of the n-th best.
 BOUND = 1e-5
 
-# Rows and their values, by the name of a result.
+# Rows and their values, by name of the result.
 Values = dict[str, tuple[Tensor, Tensor]]
 
 
 class Sample(NamedTuple):
-    """Rows that are computed, and the offsets of the sequences.
+    """Sampled rows, and the offsets of the sequences.
 
     Attributes:
-        queries: int64, packed queries of the results.
-        keys: int64, packed tokens (rows of ``k`` and ``v`` of a branch) of the gradients.
+        queries: int64, packed query rows of the results.
+        keys: int64, packed tokens (rows of ``k`` and ``v`` of a branch) with gradients.
         cu_q: int32 ``[B + 1]``, offsets of the queries.
         cu_k: int32 ``[B + 1]``, offsets of the key tokens.
     """
@@ -67,7 +67,7 @@ class Sample(NamedTuple):
 
 
 class Phi(NamedTuple):
-    """How raw keys and values are compressed.
+    """Parameters of the compression of raw keys and values.
 
     Attributes:
         k: parameters for keys; None for phi ``mean``.
@@ -89,26 +89,26 @@ def sampled_values(
     phi: Phi | None = None,
     scale: float | None = None,
 ) -> Values:
-    """Results of an operator at sampled rows, computed in ``dtype``.
+    """Compute the results of an operator at sampled rows in ``dtype``.
 
     Args:
-        operator: a branch (``cmp``, ``slc``, ``win``), ``compress``, or ``attention`` for the
-            whole.
-        x: packed inputs in the dtype that they are stored in: of a branch ``q``, ``k``, ``v`` and
-            for ``slc`` ``block_indices``; of ``compress`` ``x``; of ``attention`` the fields of
+        operator: a branch (``cmp``, ``slc``, ``win``), ``compress``, or ``attention`` for whole
+            attention.
+        x: packed inputs in their stored dtype: for a branch ``q``, ``k``, ``v``, and for ``slc``
+            ``block_indices``; for ``compress`` ``x``; for ``attention`` the fields of
             :class:`nsa.testing.PackedInputs`, ``block_indices`` with the selected branch, and
-            ``q_cmp`` if there is one. ``dout`` is the gradient of the output; without it results
-            have no gradients.
-        sample: rows; of ``compress`` the queries are compressed rows.
+            ``q_cmp`` if there is one. ``dout`` is the gradient of the output; without it no
+            gradients are computed.
+        sample: sampled rows; for ``compress`` the queries are compressed rows.
         config: the sparse pattern.
-        dtype: of the computation.
-        phi: of ``attention``, and of ``compress``, which reads ``k``.
+        dtype: dtype of the computation.
+        phi: compression for ``attention`` and ``compress``, which only uses ``k``.
         scale: factor on the scores; None means ``D ** -0.5``.
 
     Returns:
-        ``out`` (``y`` of ``compress``), ``lse`` of a branch, and gradients by ``d`` and the name of
-        the input. Gradients of phi's parameters, in whole, are right only if all tokens are
-        sampled.
+        ``out`` (``y`` for ``compress``), ``lse`` for a branch, and gradients, named ``d`` plus the
+        name of the input. Gradients of phi's parameters are whole tensors, which are correct only
+        if all tokens are sampled.
     """
     phi = phi or Phi()
     if operator == "compress":
@@ -125,7 +125,7 @@ def sampled_values(
 
 # --- Branches
 def _parts(rows: Tensor, cu_q: list[int], size: int) -> Iterator[tuple[int, Tensor]]:
-    """Sequence, and indices in ``rows`` of at most ``size`` of its queries."""
+    """Yield a sequence and indices of at most ``size`` of its queries in ``rows``."""
     sequence_of = torch.bucketize(rows, torch.tensor(cu_q[1:], device=rows.device), right=True)
     for sequence in sequence_of.unique().tolist():
         for part in (sequence_of == sequence).nonzero()[:, 0].split(max(size, 1)):
@@ -167,7 +167,7 @@ class _Branch:
         return values
 
     def visible(self, rows: Tensor, keys: Tensor, sequence: int) -> Tensor:
-        """Whether queries see keys of their sequence, bool ``[R, Hkv or 1, m]``."""
+        """Visibility mask of queries and keys of one sequence, bool ``[R, Hkv or 1, m]``."""
         t, config = self.positions[rows][:, None], self.config
         if self.name == "cmp":
             end = keys * config.compress_stride + config.compress_block_size - 1
@@ -180,10 +180,10 @@ class _Branch:
         return _marked(ids, num_blocks)[..., keys // config.block_size] & (keys <= t)[:, None]
 
     def seeing(self, keys: Tensor) -> Tensor:
-        """Queries with a gradient that see at least one of the packed keys."""
+        """Query rows that see at least one of the packed keys."""
         rows = self.x["dout"].flatten(1).any(1).nonzero()[:, 0]
         found = [rows[:0]]
-        # A bool for each key and each block, of which the shortest has 16 tokens.
+        # Size of the mask: a bool for each key and each block of at least 16 tokens.
         size = PART_ELEMENTS // (self.k.shape[1] * (len(keys) + self.longest // 16 + 1))
         for sequence, part in _parts(rows, self.cu_q, size):
             first, end = self.cu_key[sequence : sequence + 2]
@@ -193,7 +193,7 @@ class _Branch:
         return torch.cat(found)
 
     def run(self, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
-        """Results of queries, and what they add to the gradients of packed keys."""
+        """Results of queries, and their contributions to the gradients of packed keys."""
         (heads, dim), value_dim = self.x["q"].shape[1:], self.v.shape[-1]
         out = rows.new_zeros(len(rows), heads, value_dim, dtype=self.dtype)
         dq = rows.new_zeros(len(rows), heads, dim, dtype=self.dtype)
@@ -232,7 +232,7 @@ class _Branch:
     def forward(
         self, rows: Tensor, k: Tensor, v: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and weights of groups ``[R, Hkv, G, ...]``, out, and lse."""
+        """Grouped queries and attention weights ``[R, Hkv, G, ...]``, out, and lse."""
         q = self.x["q"][rows].to(self.compute).unflatten(1, (k.shape[1], -1))
         scores = torch.einsum("rhgd,khd->rhgk", q, k) * self.scale
         scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
@@ -261,8 +261,8 @@ def _compress(
     cu_seqlens: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compressed rows ``[C, Hkv, D]`` by the reference; leaves: the tokens ("") and parameters."""
-    # A weighted sum takes weights as they are stored, a matrix product in the dtype of the tokens.
+    """Compressed rows ``[C, Hkv, D]`` by the reference, and leaves: tokens ("") and parameters."""
+    # Weighted sums use parameters in their stored dtype, matrix products in that of the tokens.
     stored = config.phi == "linear" and dtype != torch.float64
     leaves = {
         name: w.detach().to(w.dtype if stored else dtype).requires_grad_()
@@ -270,7 +270,7 @@ def _compress(
         if w is not None
     }
     weights = PhiWeights(**leaves) if leaves else None
-    # Values of `dtype`, whose gradients from several blocks are added in fp32 or fp64.
+    # Values rounded to `dtype`, stored wider: gradients from several blocks are summed in it.
     leaf = raw.detach().to(dtype)
     leaf = leaf.to(accumulate_dtype(leaf)).requires_grad_()
     with torch.enable_grad():
@@ -286,7 +286,7 @@ def _compress(
 
 
 def _plain_mlp(blocks: Tensor, weights: PhiWeights) -> Tensor:
-    """phi ``mlp`` of blocks ``[C, l, Hkv, D]`` in their dtype, each product rounded by itself."""
+    """Phi ``mlp`` of blocks ``[C, l, Hkv, D]`` in their dtype, each product rounded separately."""
     assert weights.position is not None and weights.w1 is not None and weights.w2 is not None
     placed = blocks.transpose(1, 2) + weights.position
     hidden = torch.einsum("che,heo->cho", placed.flatten(2), weights.w1)
@@ -297,7 +297,7 @@ def _plain_mlp(blocks: Tensor, weights: PhiWeights) -> Tensor:
 def _raw_gradients(
     y: Tensor, leaves: dict[str, Tensor], dy: Tensor, tokens: Tensor, name: str, prefix: str
 ) -> Values:
-    """Gradients of sampled tokens, by ``name``, and of whole parameters, from compressed rows."""
+    """Gradients of sampled tokens (``name``) and whole parameters, from those of rows ``y``."""
     dx, *rest = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype))
     found = {name: (tokens, dx[tokens].to(y.dtype))}
     for parameter, gradient in zip(list(leaves)[1:], rest, strict=True):
@@ -315,7 +315,7 @@ def _attention(
     phi: Phi,
     scale: float,
 ) -> Values:
-    """Native sparse attention with a given selection of blocks."""
+    """Whole attention with given block indices."""
     queries, tokens = sample.queries, sample.keys
     found: Values = {}
     results = dict[str, Values]()
@@ -342,7 +342,7 @@ def _attention(
             dy = torch.zeros_like(y).index_copy(0, rows, gradient)
             names = f"d{kind}_cmp_raw", f"dphi_{kind}."
             found |= _raw_gradients(y, leaves, dy, tokens, *names)
-    # Gradients of the gates are sums of products with the branches' outputs.
+    # The gradient of a gate is the dot product of dout and the branch's output.
     compute = torch.promote_types(dtype, torch.float32)
     outs = [results[name]["out"][1].to(compute) if name in results else None for name in BRANCHES]
     gates = x["gates"][queries].to(dtype).to(compute).requires_grad_()
@@ -359,7 +359,7 @@ def _attention(
 
 
 def _blocks_of(tokens: Tensor, config: NSAConfig, cu_seqlens: Tensor) -> Tensor:
-    """Packed compressed rows that hold at least one of the tokens."""
+    """Packed compressed rows whose blocks contain at least one of the tokens."""
     cu_cmp = compressed_cu_seqlens(cu_seqlens, config).long()
     sequence, inside, _ = (y[tokens, None] for y in locate(int(cu_seqlens[-1]), cu_seqlens))
     back = torch.arange(config.compress_block_size // config.compress_stride, device=tokens.device)
@@ -369,15 +369,15 @@ def _blocks_of(tokens: Tensor, config: NSAConfig, cu_seqlens: Tensor) -> Tensor:
 
 # --- Rows and comparison
 def sample_rows(cu_seqlens: Tensor, count: int, seed: int = 0) -> Tensor:
-    """At most ``count`` packed rows, ascending: the ends of some sequences, others at random.
+    """Sample packed rows: the ends of some sequences, and random rows.
 
     Args:
         cu_seqlens: ``[B + 1]``; its contents are read.
-        count: at least 2.
-        seed: of the random rows.
+        count: maximum number of rows, at least 2.
+        seed: seed of the random rows.
 
     Returns:
-        int64 on the device of ``cu_seqlens``, unique; empty if there is no row.
+        int64 on the device of ``cu_seqlens``, ascending and unique; empty if there are no rows.
     """
     offsets = cu_seqlens.long().cpu()
     edges = torch.stack((offsets[:-1], offsets[1:] - 1), 1)[offsets[1:] > offsets[:-1]]
@@ -396,21 +396,21 @@ def check_sampled(
     name: str,
     factor: float = 2.0,
 ) -> dict[str, Budget]:
-    """Fail unless the sampled rows of ``actual`` keep to the error budget.
+    """Fail unless the sampled rows of ``actual`` are within the error budget.
 
     Args:
         values: :func:`sampled_values` without its dtype.
-        actual: whole tensors under test by name: all or some of those of ``values``.
-        dtype: the tested one.
-        name: what is compared, for messages.
-        factor: how many times the baseline's error is allowed.
+        actual: whole tensors under test by name: all or some of the names in ``values``.
+        dtype: the tested dtype.
+        name: name of the comparison, for messages.
+        factor: allowed error as a multiple of the baseline's.
 
     Returns:
         The errors of ``actual`` by name.
 
     Raises:
-        AssertionError: an error is above the budget, a result is unknown, or lse is infinite
-            elsewhere than it should be.
+        AssertionError: an error is above the budget, a result is unknown, or lse is infinite in
+            other rows than expected.
     """
     found: dict[str, Budget] = {}
     exact, plain = values(torch.float64), values(dtype)
@@ -429,11 +429,11 @@ def check_sampled(
 
 # --- Selection
 def assert_legal(block_indices: Tensor, positions: Tensor, config: NSAConfig) -> None:
-    """Fail unless ids ascend within ``0 .. t // l'``, with -1 at the end if there are fewer.
+    """Fail unless indices ascend within ``0 .. t // l'``, with -1 only at the end.
 
     Args:
         block_indices: ``[..., R, Hkv, n]``.
-        positions: of the queries, ``[R]``.
+        positions: positions of the queries, ``[R]``.
         config: the sparse pattern.
     """
     before, after = block_indices[..., :-1], block_indices[..., 1:]
@@ -445,12 +445,13 @@ def assert_legal(block_indices: Tensor, positions: Tensor, config: NSAConfig) ->
 
 
 class Agreement(NamedTuple):
-    """Comparison of a selection with fp64, over queries by KV heads.
+    """Comparison of a selection with fp64; a row is a query and KV head.
 
     Attributes:
-        rows: number of rows that were compared.
-        near: rows that differ only in blocks whose fp64 score is within ``BOUND`` of the n-th best.
-        against: rows that differ in another block.
+        rows: number of compared rows.
+        near: number of rows that differ only in blocks whose fp64 score is within ``BOUND`` of the
+            n-th best.
+        against: number of rows that differ in other blocks.
     """
 
     rows: int
@@ -459,14 +460,14 @@ class Agreement(NamedTuple):
 
 
 class SampledSelection(NamedTuple):
-    """The fp64 selection of sampled queries; M blocks of the longest sequence.
+    """fp64 selection of sampled queries; M is the number of blocks of the longest sequence.
 
     Attributes:
         config: the sparse pattern.
-        positions: of the queries, ``[R]``.
+        positions: positions of the queries, ``[R]``.
         indices: int32 ``[R, Hkv, n]``.
-        must, may: bool ``[R, Hkv, M]``, blocks that another implementation has to select, and
-            those that it may select. They differ in rows in which rounding decides.
+        must, may: bool ``[R, Hkv, M]``, blocks that another implementation must select and may
+            select. They differ in rows that depend on rounding.
     """
 
     config: NSAConfig
@@ -477,14 +478,14 @@ class SampledSelection(NamedTuple):
 
     @property
     def clear(self) -> Tensor:
-        """Rows in which rounding decides nothing, bool ``[R, Hkv]``."""
+        """Rows that do not depend on rounding, bool ``[R, Hkv]``."""
         return (self.must == self.may).all(-1)
 
     def agreement(self, block_indices: Tensor) -> Agreement:
         """Compare with the same rows of another selection, ``[R, Hkv, n]``.
 
         Raises:
-            AssertionError: the ids are not legal, see :func:`assert_legal`.
+            AssertionError: the indices are not valid, see :func:`assert_legal`.
         """
         assert_legal(block_indices, self.positions, self.config)
         num_blocks = self.must.shape[-1]
@@ -504,7 +505,7 @@ def sampled_selection(
         q: packed ``[T, Hq, D]``, as stored: two implementations must see the same values.
         k_cmp: packed ``[C, Hkv, D]``.
         sample: the queries.
-        config: the sparse pattern, options of the selection included.
+        config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
     rows, cu_k = sample.queries, sample.cu_k.tolist()
@@ -532,7 +533,7 @@ def sampled_selection(
         if kept is not None:
             inside = block * config.block_size // (config.coarse_block_size or 1)
             close &= kept[..., inside.clamp(max=kept.shape[-1] - 1)]
-        # The n-th best itself is always close: it is in doubt only if another block is, too.
+        # The n-th best block is always near itself: it is ambiguous only if another block is.
         close &= (close & ~selected).any(-1, keepdim=True)
         must[part] = selected & ~close & ~unsure
         may[part] = selected | close | unsure
@@ -542,10 +543,10 @@ def sampled_selection(
 def _scores(
     q: Tensor, keys: Tensor, positions: Tensor, num_blocks: int, config: NSAConfig, scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Scores ``[R, Hkv, M]`` of blocks for queries of one sequence, and the first of two stages.
+    """Block scores ``[R, Hkv, M]`` for queries of one sequence, and the result of the first stage.
 
-    The latter as bool ``[R, Hkv, coarse blocks]``, and bool ``[R, Hkv, 1]``, whether rounding
-    decides it.
+    The first stage returns bool ``[R, Hkv, coarse blocks]`` or None, and bool ``[R, Hkv, 1]``,
+    whether it depends on rounding.
     """
 
     def logits(q: Tensor, k: Tensor) -> Tensor:  # [Hkv, G, R, C]
@@ -562,7 +563,7 @@ def _scores(
     unsure = scores.new_zeros(*scores.shape[:2], 1, dtype=torch.bool)
     if config.coarse_block_size is None:
         return scores, None, unsure
-    # Coarse blocks are complete: offsets of as many tokens as their keys need.
+    # Offsets of as many tokens as the keys of whole coarse blocks need.
     num_keys = (len(keys) - 1) * config.compress_stride + config.compress_block_size
     cu_k = torch.tensor([0, num_keys], dtype=torch.int32, device=q.device)
     means, _ = coarse_keys(keys, config, Sequences((cu_k, cu_k), 1, 0, 0, q.device))
@@ -577,6 +578,6 @@ def _scores(
 
 
 def _marked(ids: Tensor, num_blocks: int) -> Tensor:
-    """Block indices ``[R, Hkv, n]`` as bool ``[R, Hkv, M]``."""
+    """Convert block indices ``[R, Hkv, n]`` to a mask, bool ``[R, Hkv, M]``."""
     marked = ids.new_zeros(*ids.shape[:2], num_blocks + 1, dtype=torch.bool)
     return marked.scatter(-1, torch.where(ids < 0, num_blocks, ids), True)[..., :num_blocks]

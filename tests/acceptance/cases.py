@@ -1,4 +1,4 @@
-"""Cases of the acceptance run: one table, and what each kind of case does and checks."""
+"""Cases of the acceptance run: the table, and the checks of each kind of case."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.acceptance.programs import NSA, last_lines, say, start, wait
 from tests.acceptance.rows import COMMITTED, MEASURED, QUICK, Row, committed_loss, read_rows
 from tests.acceptance.shards import make_shards
 
-# A model that needs two GPUs does fewer steps on two, so that a leg fits in nine minutes.
+# Models that need two GPUs run fewer steps, so that a leg takes at most nine minutes.
 QUICK_STEPS, FULL_STEPS, STEPS_ON_TWO = 60, 300, 100
 QUICK_LOG_EVERY = 5
 COMPILATION = '"kind": "compilation"'  # event: a step compiled after the first ones
@@ -53,8 +53,8 @@ MAX_LOGIT_DIFFERENCE = 1e-4
 PROMPT_TOKENS, NEW_TOKENS = 300, 64
 RESUMED_STEPS, CHECKPOINTS = 120, 6
 EVERY = RESUMED_STEPS // CHECKPOINTS
-WITHIN_NATS = 2e-4  # two processes add in another order than one
-# A row of metrics for each step, and evaluations between the checkpoints.
+WITHIN_NATS = 2e-4  # two processes sum in a different order
+# One row of metrics per step, and evaluations between the checkpoints.
 RESUMED = (
     f"--steps {RESUMED_STEPS} --log-every 1 --sample-tokens 0 --checkpoint-every {EVERY} "
     f"--keep-checkpoints {CHECKPOINTS} --eval-every {EVERY + EVERY // 2} --eval-windows 4"
@@ -66,13 +66,13 @@ class Case:
     """One case.
 
     Attributes:
-        name: field ``config`` of its row. ``78m: eval`` works on the run of the case ``78m``.
-        check: runs it and returns its faults.
+        name: field ``config`` of its row. ``78m: eval`` uses the run of the case ``78m``.
+        check: function that runs the case and returns its faults.
         expected_s: duration on an H200, seconds.
-        leg: number of its leg of the full run.
+        leg: its leg of the full run.
         config: name or file of a configuration.
-        quick: whether it belongs to the quick run.
-        num_gpus: GPUs that it needs.
+        quick: whether the quick run includes it.
+        num_gpus: number of GPUs that it needs.
     """
 
     name: str
@@ -89,16 +89,16 @@ class Case:
 
 @dataclass
 class Setting:
-    """One case that runs, and its results.
+    """A running case and its results.
 
     Attributes:
         case: the case.
         out: folder of all cases.
         leg: number of the leg, or ``quick``.
         gpu: name of the GPU; ``cpu`` without one.
-        num_gpus: GPUs of this machine.
+        num_gpus: number of GPUs of this machine.
         commit: commit of the code.
-        shards: prepared data; None to make them here.
+        shards: folder of prepared data; None prepares it here.
         figures: measured fields of the row.
         remarks: notes for the row.
     """
@@ -118,7 +118,7 @@ class Setting:
         self.folder = kind / re.sub(r"\W+", "-", self.case.name)
         self.trained = kind / re.sub(r"\W+", "-", self.case.name.partition(":")[0]) / "run"
         self.log = self.folder / "log.txt"
-        # It may take three times as long as on an H200.
+        # A case may take three times as long as on an H200.
         self.limit_s = max(3 * self.case.expected_s, 90.0)
 
     def start(
@@ -128,7 +128,7 @@ class Setting:
 
         Args:
             words: command line.
-            log: file of its output.
+            log: file for its output.
             caches: folder in which Triton and PyTorch store compiled code.
         """
         folder = caches or self.out / "caches"
@@ -138,7 +138,7 @@ class Setting:
     def run(
         self, words: Sequence[str], log: Path | None = None, caches: Path | None = None
     ) -> list[str]:
-        """Run a program to its end, and return its faults."""
+        """Run a program until it ends, and return its faults."""
         with self.start(words, log, caches) as process:
             return wait(process, log or self.log, self.limit_s)
 
@@ -190,7 +190,7 @@ def train_words(processes: int) -> list[str]:
 
 
 def spread(config: TrainConfig, num_gpus: int) -> tuple[int, int]:
-    """Processes and accumulation of a configuration for several processes on all usable GPUs."""
+    """Number of processes and accumulation steps of a configuration on all usable GPUs."""
     processes, accumulation = config.world_size, config.accumulation
     while processes > 1 and accumulation % 2 == 0 and 2 * processes <= num_gpus:
         processes, accumulation = 2 * processes, accumulation // 2
@@ -198,7 +198,7 @@ def spread(config: TrainConfig, num_gpus: int) -> tuple[int, int]:
 
 
 def train(setting: Setting) -> list[str]:
-    """Train a configuration as committed, for a number of steps."""
+    """Train a committed configuration for a number of steps."""
     config = load_config(setting.case.config)
     processes, accumulation = spread(config, setting.num_gpus)
     steps, log_every = STEPS_ON_TWO if processes == 2 else FULL_STEPS, config.log_every
@@ -216,7 +216,7 @@ def train(setting: Setting) -> list[str]:
 
 
 def make_train(setting: Setting) -> list[str]:
-    """``make train`` from start to finish with empty compile caches."""
+    """Run ``make train`` to its end with empty compile caches."""
     arguments, cold = shlex.join(["--run-dir", str(setting.trained)]), setting.folder / "cold"
     words = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={arguments}", "CONFIG="]
     config = load_config(setting.case.config)
@@ -233,13 +233,13 @@ def judge(
     steps: int,
     caches: Path | None = None,
 ) -> list[str]:
-    """Run a training command, and fill the row with its numbers and the planned peak memory.
+    """Run a training command, and store its measurements and the planned peak memory.
 
     Args:
         setting: the case.
         words: command line.
         config: its configuration.
-        steps: optimizer steps that it must do.
+        steps: number of optimizer steps that it must complete.
         caches: folder for compiled code.
     """
     on_gpu = setting.num_gpus > 0 and config.device != "cpu"
@@ -270,10 +270,10 @@ def plan_mib(setting: Setting, config: TrainConfig) -> float | None:
 
 
 def command(text: str, *files: str, says: str = "") -> Callable[[Setting], list[str]]:
-    """Check that runs a command as a user does.
+    """Return a check that runs a command.
 
     Args:
-        text: words after ``nsa``; ``{run}`` is the run folder, ``{folder}`` that of the case.
+        text: arguments of ``nsa``; ``{run}`` is the run folder, ``{folder}`` that of the case.
         files: files that it must write.
         says: pattern of a line that it must print; the match becomes a note.
     """
@@ -297,14 +297,14 @@ def command(text: str, *files: str, says: str = "") -> Callable[[Setting], list[
 
 
 def kill_steps(rng: random.Random) -> tuple[int, int]:
-    """Two steps to kill at: each after two checkpoints, of which the first is complete by then."""
+    """Choose two steps to kill at, each after two checkpoints of which the first is complete."""
     return rng.randint(2 * EVERY + 1, 3 * EVERY), rng.randint(4 * EVERY + 1, 5 * EVERY)
 
 
 def killed_and_resumed(setting: Setting) -> list[str]:
-    """Compare a run that SIGKILL ends twice at random steps with an uninterrupted one, bit for bit.
+    """Kill a run with SIGKILL at two random steps; it must equal an uninterrupted run bit for bit.
 
-    The uninterrupted run trains at the same time.
+    Both runs train at the same time.
     """
     whole, killed, log = (setting.folder / name for name in ("whole", "killed", "whole.txt"))
     kills, config = kill_steps(random.Random()), setting.case.config
@@ -314,7 +314,7 @@ def killed_and_resumed(setting: Setting) -> list[str]:
             with setting.start(words) as process:
                 if faults := wait_for_step(process, killed, step, setting.limit_s):
                     return faults
-                process.kill()  # alone: its children notice by themselves
+                process.kill()  # not its children, which exit by themselves
                 process.wait()
             say(f"    killed at step {step}")
             words = [*train_words(1), "--resume", str(killed)]
@@ -327,7 +327,7 @@ def killed_and_resumed(setting: Setting) -> list[str]:
 def wait_for_step(
     process: subprocess.Popen[bytes], run: Path, step: int, limit_s: float
 ) -> list[str]:
-    """Wait until a run has reached a step and has a checkpoint, or tell why it did not."""
+    """Wait until a run has reached a step and has a checkpoint; return faults otherwise."""
     end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
         rows = read_rows(run / "metrics.jsonl")
@@ -338,7 +338,7 @@ def wait_for_step(
 
 
 def resumed_on_two(setting: Setting) -> list[str]:
-    """Resume a run of one GPU on two from its middle: losses equal within rounding."""
+    """Resume a run on two GPUs from the middle of a run on one: losses equal within rounding."""
     whole, two, log = (setting.folder / name for name in ("whole", "two", "whole.txt"))
     words = [*train_words(1), setting.case.config, "--run-dir", str(whole), *RESUMED]
     if faults := setting.run(words, log):
@@ -358,7 +358,7 @@ def resumed_on_two(setting: Setting) -> list[str]:
 def compare_losses(
     setting: Setting, note: str, whole: Path, other: Path, within: float
 ) -> list[str]:
-    """Faults of a resumed run; the large checkpoints are removed if there are none."""
+    """Return the faults of a resumed run; if there are none, remove the large checkpoints."""
     rows = read_rows(whole / "metrics.jsonl")
     faults = differences(rows, read_rows(other / "metrics.jsonl"), within=within)
     for run in (whole, other) if not faults else ():
@@ -396,7 +396,7 @@ def compare_export(
         exported: folder made by ``nsa export`` from its last checkpoint, in fp32.
         device: device of the models.
         text: input.
-        new_tokens: number of tokens to generate greedily.
+        new_tokens: number of greedily generated tokens.
 
     Returns:
         A note and the faults.

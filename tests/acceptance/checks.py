@@ -1,4 +1,4 @@
-"""Numbers of a row from the metrics of a training run, and the criteria for them."""
+"""Measurements from the metrics of a training run, and criteria for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-STARTING_STEPS = 5  # in which compilations are expected
-SETTLED = 0.1  # fraction of the steps at the beginning in which speed is not measured
+STARTING_STEPS = 5  # compilations are expected in these steps
+SETTLED = 0.1  # fraction of steps before speed is measured
 MIN_GAIN_NATS = 0.5
 LOSS_WITHIN, PEAK_WITHIN = 0.02, 0.15
 
@@ -16,7 +16,7 @@ Metrics = Sequence[Mapping[str, Any]]
 
 
 def figures_of(rows: Metrics, warnings: int = 0) -> dict[str, float]:
-    """Measured fields of a row of the acceptance run, as far as the metrics have them.
+    """Measured fields of a row; fields without metrics are omitted.
 
     Args:
         rows: rows of metrics, oldest first.
@@ -31,7 +31,7 @@ def figures_of(rows: Metrics, warnings: int = 0) -> dict[str, float]:
     counts = [
         x["compilations"] for x in rows if "compilations" in x and x["step"] >= STARTING_STEPS
     ]
-    if counts:  # the warnings also count steps before the first of these rows
+    if counts:  # warnings also cover steps before these rows
         figures["compilations_after_5"] = max(counts[-1] - counts[0], warnings)
     begin = max(STARTING_STEPS, SETTLED * last["step"])
     pairs = [
@@ -64,7 +64,7 @@ def training_faults(
     Args:
         rows: rows of metrics.
         figures: see :func:`figures_of`.
-        steps: optimizer steps that were asked for.
+        steps: number of requested optimizer steps.
         on_gpu: whether the run had to use a GPU.
     """
     done = rows[-1]["step"] if rows else 0
@@ -86,13 +86,13 @@ def training_faults(
 
 
 def apart(name: str, found: float | None, expected: float | None, within: float) -> list[str]:
-    """Fault of a number that is too far from the expected one; none if either is missing.
+    """Fault if a number is too far from the expected one; none if either is missing.
 
     Args:
-        name: what is compared.
+        name: name of the number.
         found: measured number.
         expected: planned or committed number.
-        within: largest relative difference that is allowed.
+        within: largest allowed relative difference.
     """
     if found is None or expected is None:
         return []
@@ -107,7 +107,7 @@ def differences(expected: Metrics, found: Metrics, *, within: float) -> list[str
     Args:
         expected: rows of metrics of the uninterrupted run.
         found: rows of metrics of the resumed run.
-        within: largest difference that is allowed, nats.
+        within: largest allowed difference, nats.
     """
     if [row["step"] for row in expected] != [row["step"] for row in found]:
         return [f"{len(found)} of {len(expected)} rows"]

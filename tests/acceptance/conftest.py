@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def commit(request: pytest.FixtureRequest) -> str:
     """Commit of the code, with ``+changes`` if files of the package differ from it."""
-    # Programs run in sessions of their own: without this, SIGTERM would leave them behind.
+    # Programs run in their own sessions: without this handler they would survive SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = code_version()
     found = code["commit"] or request.config.getoption("--commit")
@@ -37,7 +37,7 @@ def commit(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def setting(request: pytest.FixtureRequest, case: Case, commit: str) -> Setting:
-    """The case on this machine; skipped if it needs more GPUs."""
+    """Setting of the case on this machine; skipped if the case needs more GPUs."""
     number, option = torch.cuda.device_count(), request.config.getoption
     if case.num_gpus > number:
         pytest.skip(f"needs {case.num_gpus} GPUs, found {number}")

@@ -1,9 +1,9 @@
-"""The module in another decoder, eager and compiled.
+"""Training of the module in another decoder, eager and compiled.
 
-The decoder uses nothing of the package but :class:`nsa.NativeSparseAttention`. It trains under
-``torch.autocast`` with activation checkpointing on batches of many shapes, eager and through
-``torch.compile``. Both must agree within the error of bf16, and no shape after the warm-up may need
-another compilation.
+The decoder uses only :class:`nsa.NativeSparseAttention` of the package. It trains under
+``torch.autocast`` with activation checkpointing on batches of many shapes, eager and with
+``torch.compile``. Losses must agree within the error of bf16, and no shape after the warm-up may
+cause another compilation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nsa.train.data.documents import corpus_files
 from tests.acceptance.checks import MIN_GAIN_NATS
 
 VOCABULARY = 256
-# The distance of the compiled model from fp32 may be twice that of the eager model, which must be
-# small itself.
+# The error of the compiled model relative to fp32 may be twice that of the eager model, which must
+# be small itself.
 NOISE_FACTOR, NOISE_FLOOR_NATS, NOISE_CEILING_NATS = 2.0, 2e-3, 0.1
 
 
@@ -38,9 +38,9 @@ class Size:
     Attributes:
         width: width of the residual stream.
         num_layers: number of layers.
-        config: pattern of the attention.
-        warmup: batch sizes and lengths in which compiling is allowed: each class of shapes twice.
-            PyTorch compiles separately for a size of 1.
+        config: the sparse pattern.
+        warmup: batch sizes and lengths that may compile: each class of shapes twice. PyTorch
+            compiles separately for a size of 1.
         later: batch sizes and lengths after the warm-up.
         rounds: repetitions of ``later``.
     """
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output ``[B, T, width]`` for an input of the same shape."""
+        """Map ``[B, T, width]`` to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(x)
 
@@ -100,8 +100,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of ``targets``, the bytes that follow ``tokens``, both ``[B, T]``.
 
-        They are separate arguments: with a dynamic length T - 1, the compiler of torch 2.11 fails
-        in a layer norm, whatever the attention.
+        Two arguments, because with a dynamic length T - 1 the compiler of torch 2.11 fails in a
+        layer norm, with any attention.
         """
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -115,7 +115,7 @@ def measure(size: Size, device: torch.device, backend: str) -> Found:
 
     Args:
         size: model and batches.
-        device: device of the trainings.
+        device: device of the models.
         backend: argument of ``torch.compile``.
     """
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def measure(size: Size, device: torch.device, backend: str) -> Found:
 
 
 def make_batches(size: Size, device: torch.device) -> list[Tensor]:
-    """Random passages of the package's plays as bytes, int64 ``[B, T + 1]``."""
+    """Random byte sequences from the package's plays, int64 ``[B, T + 1]``."""
     play = next(iter(corpus_files().documents)).text
     text = torch.frombuffer(bytearray(play), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +152,7 @@ def train(
     Args:
         model: the model.
         batches: see :func:`make_batches`.
-        autocast: whether matrix products are bf16.
+        autocast: whether matrix products run in bf16.
         backend: argument of ``torch.compile``; None does not compile.
 
     Returns:
@@ -186,7 +186,7 @@ def judge(
         exact: losses in fp32.
         eager: losses in bf16.
         compiled: losses in bf16, compiled.
-        recompiled: shapes of tokens after the warm-up for which PyTorch compiled.
+        recompiled: shapes after the warm-up that caused a compilation.
     """
     gaps = ([a - b for a, b in zip(x, exact, strict=True)] for x in (eager, compiled))
     errors = [math.sqrt(statistics.fmean(x * x for x in one)) for one in gaps]

@@ -1,4 +1,4 @@
-"""Programs in processes of their own, with a time limit and their output in a file."""
+"""Subprocesses with a time limit and their output in a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NSA = (sys.executable, "-m", "nsa")
 GRACE_S = 20.0  # from SIGTERM to SIGKILL
-PROGRESS_S = 15.0  # between two lines about a program that is running
+PROGRESS_S = 15.0  # between progress lines
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush."""
     print(line, flush=True)
 
 
@@ -27,14 +27,14 @@ def say(line: str) -> None:
 def start(
     words: Sequence[str], log: Path, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Context manager that starts a program, and stops it with all its children at the end.
+    """Context manager: start a program; stop it and all its children on exit.
 
     Args:
         words: command line.
         log: file to which the command line and the output are appended.
         env: environment variables in addition to those of this process.
     """
-    # make passes its own options on; another make would read them as its command line.
+    # Drop the options of make, which a child make would read.
     inherited = {
         name: text for name, text in os.environ.items() if name[:4] not in ("MAKE", "MFLA")
     }
@@ -48,7 +48,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that its whole group can be signalled
+            start_new_session=True,  # allows signals to the whole group
         )
     try:
         yield process
@@ -68,10 +68,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> list[str]:
-    """Wait for the end of a program, and print the newest line of its log now and then.
+    """Wait until a program ends, and regularly print the last line of its log.
 
     Returns:
-        Faults: the exit code if it is not 0, or the limit if the program was stopped there.
+        Faults: a nonzero exit code, or the time limit if the program was stopped.
     """
     begin = time.monotonic()
     while (passed := time.monotonic() - begin) < limit_s:

@@ -11,7 +11,7 @@ from typing import Any
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/acceptance"
 QUICK = "quick"
-# Columns of a table: field and format. Those with a format are measured fields.
+# Columns of a table: field and format. Measured fields have a format.
 COLUMNS = {
     "case": ("config", ""),
     "passed": ("passed", ""),
@@ -39,20 +39,20 @@ Row = dict[str, Any]
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a JSONL file, which is created if it does not exist."""
+    """Append a row to a JSONL file, which is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Complete rows of a JSONL file, which may still grow; none if it does not exist."""
+    """Read complete rows of a JSONL file, which may still grow; none if it does not exist."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def gpu_stem(gpu: str) -> str:
-    """Kind of GPU in names of files, such as ``h200``, ``rtx-4090`` and ``cpu``.
+    """GPU kind for file names, such as ``h200``, ``rtx-4090`` and ``cpu``.
 
     Args:
         gpu: name from the driver, for example ``NVIDIA H100 80GB HBM3``.
@@ -68,7 +68,7 @@ def identity(row: Row) -> tuple[bool, str]:
 
 
 def committed_loss(row: Row, folder: Path) -> float | None:
-    """Last loss in the committed row of the same case, number of steps and kind of GPU."""
+    """Last loss in the committed row of the same case, number of steps and GPU kind."""
 
     def compared(one: Row) -> tuple[Any, ...]:
         return identity(one), re.findall(r"--steps (\d+)", one["note"])
@@ -78,7 +78,7 @@ def committed_loss(row: Row, folder: Path) -> float | None:
 
 
 def merge(sources: Iterable[Path], folder: Path) -> None:
-    """Add rows to the files of their kinds of GPU; the newest row of each case is kept."""
+    """Merge rows into the files of their GPU kinds; keep the newest row of each case."""
     for new in (row for source in sources for row in read_rows(source)):
         path = folder / f"{gpu_stem(new['gpu'])}.jsonl"
         rows = sorted([*read_rows(path), new], key=lambda row: str(row["date"]))
@@ -89,7 +89,7 @@ def merge(sources: Iterable[Path], folder: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Number of cases that passed, and a table in Markdown with aligned columns."""
+    """Number of passed cases, and an aligned Markdown table."""
 
     def cell(value: Any, form: str) -> str:
         if isinstance(value, bool):
@@ -109,7 +109,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def page(files: Iterable[Path]) -> str:
-    """Markdown with a table of the full run and one of the quick run for each kind of GPU."""
+    """Markdown page with tables of the full and the quick run for each GPU kind."""
     parts = [INTRODUCTION]
     for file in sorted(files):
         rows = read_rows(file)

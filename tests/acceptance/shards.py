@@ -1,4 +1,4 @@
-"""Shards in the form of FineWeb from text that is on every machine, prepared as docs/data.md says.
+"""Shards in FineWeb's format from text of every Python installation, see docs/data.md.
 
 ``python -m tests.acceptance.shards FOLDER`` makes them for a machine without the package datasets.
 """
@@ -18,7 +18,7 @@ from nsa.train.data.documents import corpus_files, stdlib_files
 from tests.acceptance.programs import NSA, last_lines, start, wait
 
 TRAIN_TOKENS, VALIDATION_FRACTION = 6_000_000, 0.03
-# Lengths of documents as in FineWeb: some hundred tokens each, a few very long, some of one line.
+# Document lengths as in FineWeb: mostly some hundred tokens, a few very long, some of one line.
 MEDIAN_CHARACTERS, SPREAD = 2_000, 1.2
 LIMIT_S = 600.0
 
@@ -27,7 +27,7 @@ def make_shards(out: Path) -> Path:
     """Write documents to ``out/fineweb`` and prepare them in ``out/shards``.
 
     Returns:
-        Folder of the shards.
+        Path of the shards.
     """
     if find_spec("datasets") is None:
         raise ModuleNotFoundError(
@@ -50,7 +50,7 @@ def make_shards(out: Path) -> Path:
 def fineweb_rows() -> Iterator[dict[str, str | float]]:
     """Documents with FineWeb's columns: the package's plays and the standard library, in pieces.
 
-    Installed packages are left out, so that machines with the same Python have the same documents.
+    Installed packages are excluded, so that machines with the same Python make the same documents.
     """
     lengths = random.Random(0)
     for document in itertools.chain(corpus_files().documents, stdlib_files().documents):

@@ -8,13 +8,13 @@ from tests.acceptance.cases import CASES, Case, Setting
 
 
 def marked(case: Case):
-    """Parameter with the marker of its leg, and ``quick``."""
+    """Test parameter of a case, marked with its leg and ``quick``."""
     marks = [getattr(pytest.mark, f"leg{case.leg}"), *[pytest.mark.quick] * case.quick]
     return pytest.param(case, marks=marks, id=case.name)
 
 
 @pytest.mark.acceptance
-@pytest.mark.filterwarnings("default")  # of other libraries; the programs of users show them too
+@pytest.mark.filterwarnings("default")  # warnings of other libraries
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_case(case: Case, setting: Setting):
     if faults := setting.faults():

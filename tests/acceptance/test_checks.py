@@ -48,7 +48,7 @@ STEP = {
 
 
 def metrics(without: str = "", **changes: Any) -> list[dict[str, Any]]:
-    """Rows of a run of 300 steps on a GPU that passes, but for changes of the last row."""
+    """Metrics of a passing run of 300 steps on a GPU, with changes to the last row."""
     rows = [{**STEP, "step": step, "loss_nats": 5.0 - step / 100} for step in range(20, 301, 20)]
     rows[0] |= {"step_time_ms": 2000.0, "host_time_ms": 1900.0, "tokens_per_s": 4_096.0}
     rows[7]["step_time_max_ms"] = 26.0
@@ -65,7 +65,7 @@ def make(case: Case, out: Path, leg: str = "1", gpu: str = "NVIDIA H200") -> Set
 
 def test_speed_leaves_out_the_start_and_counts_everything_after_it():
     found = figures_of(metrics(step_time_ms=60.0, tokens_per_s=409_600.0 / 3))
-    # The first row ends with step 20, the next one begins before step 30: a tenth of the run.
+    # The first row ends at step 20; the next begins before step 30, a tenth of the run.
     speed = 8192 * 13 / (12 * 0.02 + 0.06)
     assert found == pytest.approx(
         {
@@ -198,7 +198,7 @@ def test_rows_are_merged_by_case_and_compared_by_steps(tmp_path):
     new = [row("78m", 2.0), row("1b", 3.0, "4"), row("78m", 1.9), row("78m", 2.5, "quick")]
     for n, one in enumerate(new):
         append_row(tmp_path / "leg-1.jsonl", {**one, "date": f"2026-11-{10 + n}"})
-    for _ in range(2):  # the second time nothing changes
+    for _ in range(2):  # the second call changes nothing
         merge([tmp_path / "leg-1.jsonl"], tmp_path)
         found = read_rows(tmp_path / "h200.jsonl")
         names = [(one["config"], one["leg"], one["loss_last"]) for one in found]
@@ -326,7 +326,7 @@ class RunningMean(nn.Module):
 
 
 class Specialising(RunningMean):
-    """Attention that formats a size, so that the compiler takes it for a constant."""
+    """Attention that formats a size, which makes the compiler specialize on it."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert len(f"{x.shape[1]}") > 0
@@ -334,7 +334,7 @@ class Specialising(RunningMean):
 
 
 class WrongWhenCompiled(RunningMean):
-    """Attention that differs under the compiler."""
+    """Attention with a different result when compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + (0.5 * x if torch.compiler.is_compiling() else 0.0)
