@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nsa.attached import is_plain, plain_weights
 from nsa.attention import AttentionInputs, Observer, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
@@ -16,8 +17,8 @@ from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.projection import Columns, Gates, Heads, TogetherModule, activate, project
-from nsa.ops.projection.layout import Rotated, plain_weight
+from nsa.ops.projection import Columns, Gates, Heads, activate, project, split
+from nsa.ops.projection.layout import Rotated
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
@@ -135,12 +136,15 @@ class Gate(nn.Module):
         return gates
 
 
-class NativeSparseAttention(TogetherModule):
+class NativeSparseAttention(nn.Module):
     """A Native Sparse Attention layer (arXiv:2502.11089): self-attention for a causal decoder.
 
     Args:
         width: size of the residual stream.
         config: the sparse pattern.
+
+    The weights of plain projections are multiplied in one product. If anything is attached to one
+    of them (LoRA, hooks, quantization, pruning, a bias), each projection is called instead.
 
     With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
     gradient reaches their projection and phi, so these are frozen, and a log line reports it.
@@ -173,7 +177,6 @@ class NativeSparseAttention(TogetherModule):
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
         self.columns, self._outputs = self._describe_columns()
-        self.lay_together()
         # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
         # DDP would broadcast it.
         self.statistics: Tensor | None = None
@@ -200,7 +203,9 @@ class NativeSparseAttention(TogetherModule):
             count,
         )
 
-    def _projections(self) -> dict[str, nn.Linear]:
+    @property
+    def projections(self) -> dict[str, nn.Module]:
+        """Projections of queries, keys and values by name, in the order of the columns."""
         names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
         modules: dict[str, Any] = self._modules
         return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
@@ -212,7 +217,7 @@ class NativeSparseAttention(TogetherModule):
         raw |= {"k", "k_cmp"} if config.scores_blocks else set()
         turned = {"q", "k", "k_slc", "k_win"}
         parts, outputs = list[Heads](), list[str]()
-        for name in self._projections():
+        for name in self.projections:
             number = config.num_heads if name == "q" else config.num_kv_heads
             size = config.value_dim if name[0] == "v" else config.head_dim
             rotated: Rotated = "no"
@@ -222,39 +227,41 @@ class NativeSparseAttention(TogetherModule):
             outputs += [f"{name}_raw", name] if rotated == "both" else [name]
         return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
 
-    def projection_weights(self) -> list[Tensor]:
-        """Return the weights in the order of the projection's columns, gates last."""
-        weights = [
-            plain_weight("NativeSparseAttention", f"{name}_proj", linear)
-            for name, linear in self._projections().items()
-        ]
-        if self.gate.is_linear:
-            assert self.gate.net is not None
-            named = ("NativeSparseAttention", "gate.net", self.gate.net)
-            weights.append(plain_weight(*named, has_bias=True))
-        return weights
+    def plain_weights(self) -> tuple[list[Tensor], Tensor | None] | None:
+        """Weights of one product for the whole layer, gates last, and the bias of the gates.
 
-    @property
-    def projection_bias(self) -> Tensor | None:
-        """Bias of the gates if their logits are columns of the projection, otherwise None."""
-        if not self.gate.is_linear:
+        None if something is attached to a projection or to the gates, which must then be called.
+        """
+        weights = plain_weights(list(self.projections.values()))
+        if weights is None or not self.gate.is_linear:
+            return None if weights is None else (weights, None)
+        net = self.gate.net
+        if net is None or not (is_plain(self.gate, Gate) and is_plain(net, GateLinear)):
             return None
-        assert self.gate.net is not None
-        return cast(Tensor, self.gate.net.bias)
+        weights.append(cast(Tensor, net.weight))
+        return weights, cast(Tensor, net.bias)
 
     @in_stage(PROJECTION)
     def _project(
         self, x: Tensor, sequences: Sequences, before: Tensor | None = None
     ) -> list[Tensor]:
-        weights, bias = self.projection_weights(), self.projection_bias
-        return project(x, weights, bias, self.columns, sequences, self.rope, before=before)
+        plain = self.plain_weights()
+        if plain is not None:
+            dtype = plain[0][0].dtype
+            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+                rule = f"have the dtype of the module's weights ({dtype}), or run under autocast"
+                fail("NativeSparseAttention", "x", rule, x.dtype)
+            return project(x, *plain, self.columns, sequences, self.rope, before=before)
+        product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
+        columns = self.columns.without_gates
+        return split(product, None, columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.
 
         Args:
             found: heads ``[T, H, size]``, and gates if they are columns of the projection.
-            x: the layer's input ``[T, width]``, for gates that are not in the projection.
+            x: the layer's input ``[T, width]``, for gates that are not among the columns.
         """
         heads, config = dict(zip(self._outputs, found, strict=False)), self.config
         if config.share_kv:
@@ -266,7 +273,7 @@ class NativeSparseAttention(TogetherModule):
         given = (
             heads.get(name) if on.get(name, name[2:] in config.branches) else None for name in names
         )
-        gates = found[-1] if self.gate.is_linear else self.gate(x)
+        gates = found[-1] if len(found) > len(self._outputs) else self.gate(x)
         return AttentionInputs._make((heads["q"], *given, gates, self._phi(), heads.get("q_raw")))
 
     def forward(
@@ -303,7 +310,9 @@ class NativeSparseAttention(TogetherModule):
             ValueError: shapes or offsets do not match.
         """
         name = "NativeSparseAttention"
-        packed, sequences = self._open(name, x, cu_seqlens, max_seqlen, attention_mask, sequences)
+        packed, sequences = open_layer_input(
+            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+        )
         if cache is None:
             return self._attend(packed, sequences).view(x.shape)
         rule = "be a layer's cache, such as NSACache(...).layers[0], or None"
@@ -322,28 +331,6 @@ class NativeSparseAttention(TogetherModule):
             found = self._project(packed, sequences, cache.lengths(sequences, packed.shape[0]))
             out = self.attend_cached(found, packed, sequences, cache)
             return self.o_proj(out.flatten(-2)).view(x.shape)
-
-    def _open(
-        self,
-        name: str,
-        x: Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        attention_mask: Tensor | None = None,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Sequences]:
-        packed, sequences = open_layer_input(
-            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
-        )
-        dtype = plain_weight(name, "q_proj", self.q_proj).dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            fail(
-                name,
-                "x",
-                f"have the dtype of the module's weights ({dtype}), or run under autocast",
-                x.dtype,
-            )
-        return packed, sequences
 
     @torch.no_grad()
     def choose_blocks(
@@ -365,7 +352,7 @@ class NativeSparseAttention(TogetherModule):
         """
         name, config = "choose_blocks", self.config
         check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
-        x, sequences = self._open(name, x, cu_seqlens, max_seqlen)
+        x, sequences = open_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
         assert inputs.k_cmp_raw is not None

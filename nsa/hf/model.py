@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -19,7 +18,6 @@ from nsa.hf.config import CODE, CODE_FILE, NSALMConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection import TogetherModule
 
 _NAME = "NSAForCausalLM"
 # Unsupported arguments of transformers' models, and the alternative of each.
@@ -29,18 +27,6 @@ _REFUSED = {
     "output_attentions": "nsa inspect shows where a layer looks.",
     "output_hidden_states": "model.model.hidden_states gives the last ones.",
 }
-
-
-def _unhook(modules: Iterable[nn.Module]) -> None:
-    """Remove accelerate's hooks from modules whose weights attention and decoding read.
-
-    Other hooks remain and raise an error later.
-    """
-    for module in modules:
-        if hasattr(module, "_hf_hook"):
-            from accelerate.hooks import remove_hook_from_module
-
-            remove_hook_from_module(module)
 
 
 def _targets(
@@ -254,13 +240,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         rule = "keep all weights in memory, without offloading"
         is_there = torch.device("meta") not in devices
         check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
-        _unhook([cast(Self, model).model.head])
         for layer in cast(Self, model).model.decoder_layers():
-            _unhook(
-                part for part in layer.modules() if part is not layer
-            )  # the layer's hook moves inputs
-            # weights were loaded separately; kernels multiply by all weights of a layer at once
-            cast(TogetherModule, layer.attention).lay_together()
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.freeze_scoring()
         return (model, info) if output_loading_info else model

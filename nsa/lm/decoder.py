@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
 
+from nsa.attached import has_global_hooks, has_hooks, is_plain
 from nsa.cache import LayerCache
 from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
-from nsa.lm.model import DecoderLayer, Embedding, LanguageModel
-from nsa.module import NativeSparseAttention
+from nsa.lm.model import MLP, DecoderLayer, LanguageModel, RMSNorm
+from nsa.module import Compression, Gate, GateLinear, NativeSparseAttention
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
-from nsa.ops.projection import split, stacked
-from nsa.ops.projection.layout import plain_weight
+from nsa.ops.projection import packed, split
+
+# Modules of a decoder layer whose steps run as fused kernels.
+PLAIN_KINDS = (
+    DecoderLayer,
+    NativeSparseAttention,
+    DenseAttention,
+    Compression,
+    Gate,
+    GateLinear,
+    RMSNorm,
+    MLP,
+    nn.Linear,
+    nn.Sequential,
+    nn.SiLU,
+)
 
 
 class Decoder:
@@ -28,7 +44,9 @@ class Decoder:
     the dtype of the parameters, everything else in the compute dtype. The second step of a size is
     captured as a CUDA graph, which later steps replay, unless blocks are scored approximately.
     Weights after a norm are copied, with the norm's weight folded in, and other weights if the
-    compute dtype differs: call :meth:`reset` after changing weights.
+    compute dtype differs: call :meth:`reset` after changing weights. Layers, embedding or head with
+    anything attached (LoRA, hooks, quantization) are called as modules instead; with hooks, steps
+    are not captured.
 
     Args:
         model: the language model, with sparse or dense attention.
@@ -36,10 +54,6 @@ class Decoder:
         max_tokens: maximum length of a sequence, tokens.
         compute_dtype: dtype of matrix products and attention; None means that of the parameters.
         num_pages: see :class:`nsa.NSACache`.
-
-    Raises:
-        ValueError: a module does not just apply its weights, for example with LoRA, quantization
-            or hooks.
 
     Attributes:
         cache: the decode cache, for example for lengths and forks.
@@ -55,40 +69,32 @@ class Decoder:
         num_pages: int | None = None,
     ) -> None:
         self.model, self.batch_size = model, batch_size
-        self.dtype = model.head.weight.dtype if compute_dtype is None else compute_dtype
+        self.dtype = model.norm.weight.dtype if compute_dtype is None else compute_dtype
         self.cache = model.new_cache(batch_size, max_tokens=max_tokens, num_pages=num_pages)
-        is_exact = all(layer.is_exact for layer in self.cache.layers)
-        devices = {weight.device for weight in model.parameters()}
-        self._is_captured = is_exact and len(devices) == 1
         self._read_weights()
 
     def _read_weights(self) -> None:
-        model = self.model
-        rule, found = "look its rows up as nn.Embedding does", type(model.embedding)
-        is_plain = found in (Embedding, nn.Embedding) and model.embedding.max_norm is None
-        check(is_plain, "Decoder", "embedding", rule, found.__name__)
-        head = plain_weight("Decoder", "head", model.head, has_bias=None)
-        self._versions = self._versions_now()
-        self._layers = [StepLayer(layer, self.dtype) for layer in model.decoder_layers()]
-        self._head = Linear.behind(model.norm, head, dtype=self.dtype)
-        # `LanguageModel` has none, but users may replace the head.
-        self._bias: Tensor | None = model.head.bias
+        model, dtype = self.model, self.dtype
+        is_exact = all(layer.is_exact for layer in self.cache.layers)
+        devices = {weight.device for weight in model.parameters()}
+        is_hooked = has_global_hooks() or any(map(has_hooks, model.modules()))
+        self._is_captured = is_exact and len(devices) == 1 and not is_hooked
+        self._layers: list[StepLayer | DecoderLayer] = [
+            StepLayer(layer, dtype) if is_plain_layer(layer) else layer
+            for layer in model.decoder_layers()
+        ]
+        self._devices = [next(layer.parameters()).device for layer in model.decoder_layers()]
+        self._head: Linear | None = None
+        is_plain_head = is_plain(model.head, nn.Linear) and is_plain(model.norm, RMSNorm)
+        if is_plain_head and model.head.bias is None and not has_global_hooks():
+            self._head = Linear.behind(model.norm, model.head.weight, dtype=dtype)
         self._graphs: dict[int, StepGraph | None] = {}
 
-    def _versions_now(self) -> list[tuple[int, int]]:
-        """Address and version counter of each weight."""
-        weights = self.model.parameters()
-        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
-
     def reset(self) -> None:
-        """Remove all sequences, and read the model's weights again if they have changed.
-
-        Writes through ``.data`` are not detected.
-        """
+        """Remove all sequences and read the model's weights again."""
         for row in range(self.batch_size):
             self.cache.free(row)
-        if self._versions != self._versions_now():
-            self._read_weights()
+        self._read_weights()
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -107,7 +113,7 @@ class Decoder:
         count = len(tokens)
         check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
         check(any(map(len, tokens)), "Decoder", "tokens", "have a token in some list", "none")
-        device, lengths = self.model.embedding.weight.device, [len(x) for x in tokens]
+        device, lengths = next(self.model.parameters()).device, [len(x) for x in tokens]
         packed = integers(chain.from_iterable(tokens), device)
         cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
         if count == 1:  # needs no offsets
@@ -167,19 +173,46 @@ class Decoder:
         Raises:
             ValueError: the cache is full. It is unchanged.
         """
-        x = self.model.embedding.weight[tokens]
-        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-            if layer.device != x.device:
-                x, sequences = x.to(layer.device), sequences.to(layer.device)
-            x = layer.output(layer.attend(x, sequences, cache).flatten(1), x)
-            x = layer.down(layer.up(x), x)
+        with self._autocast(tokens.device):
+            x = self.model.embedding(tokens)
+        for layer, device, cache in zip(
+            self._layers, self._devices, self.cache.layers, strict=True
+        ):
+            if device != x.device:
+                x, sequences = x.to(device), sequences.to(device)
+            with nullcontext() if isinstance(layer, StepLayer) else self._autocast(device):
+                x = layer(x, sequences, cache)
         return x.to(tokens.device)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[N, vocab_size]`` of the next tokens, from hidden states ``[N, width]``."""
-        logits = self._head(hidden.to(self.model.head.weight.device))
-        return (logits if self._bias is None else logits + self._bias).to(hidden.device)
+        x = hidden.to(next(self.model.head.parameters()).device)
+        if self._head is not None:
+            return self._head(x).to(hidden.device)
+        with self._autocast(x.device):
+            logits: Tensor = self.model.head(self.model.norm(x))
+        return logits.to(hidden.device)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Context for modules that are called: products in the compute dtype."""
+        if self.dtype == self.model.norm.weight.dtype:
+            return nullcontext()
+        # A captured step must not store a cast weight for later calls.
+        return torch.autocast(device.type, self.dtype, cache_enabled=False)
+
+
+def is_plain_layer(layer: DecoderLayer) -> bool:
+    """Whether nothing is attached to the layer or its parts."""
+    if has_global_hooks():
+        return False
+    for name, module in layer.named_modules():
+        has_bias = type(module) is nn.Linear and module.bias is not None
+        if type(module) not in PLAIN_KINDS or not is_plain(module, type(module)):
+            return False
+        if has_bias and not name.startswith("attention.gate."):
+            return False
+    return True
 
 
 class StepLayer:
@@ -192,27 +225,30 @@ class StepLayer:
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         self.norm, attention, mlp = layer.attention_norm, layer.attention, layer.mlp
-        self.device = self.norm.weight.device
         assert isinstance(attention, NativeSparseAttention | DenseAttention)
         self.attention = attention
-
-        weights = [x.detach() for x in attention.projection_weights()]
-        together = stacked(weights, weights[0].dtype)
+        plain = attention.plain_weights()
+        assert plain is not None
+        weights, self.bias = plain
+        together = packed(weights, weights[0].dtype)
         self.project = Linear.behind(self.norm, together, dtype=dtype)
-        others = {"o_proj": attention.o_proj, "up_proj": mlp.up_proj, "down_proj": mlp.down_proj}
-        output, up, down = (plain_weight("Decoder", *named) for named in others.items())
-        self.output = Linear(output.detach().to(dtype))
-        gated = mlp.gate_proj
-        gate = None if gated is None else plain_weight("Decoder", "gate_proj", gated)
+        self.output = Linear(attention.o_proj.weight.detach().to(dtype))
+        gate = None if mlp.gate_proj is None else mlp.gate_proj.weight
+        up = mlp.up_proj.weight
         self.up = Linear.behind(layer.mlp_norm, up, gate, dtype=dtype, silu=gate is None)
-        self.down = Linear(down.detach().to(dtype))
+        self.down = Linear(mlp.down_proj.weight.detach().to(dtype))
+
+    def __call__(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
+        """Residual stream ``[T, width]`` after the layer, whose cache stores the new tokens."""
+        x = self.output(self.attend(x, sequences, cache).flatten(1), x)
+        return self.down(self.up(x), x)
 
     def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """Attention ``[T, Hq, Dv]`` of new tokens ``[T, width]``, which are cached."""
         attention, rope = self.attention, self.attention.rope
-        bias, columns = attention.projection_bias, attention.columns
         before = cache.lengths(sequences, x.shape[0])
-        found = split(self.project(x), bias, columns, sequences, rope, before=before)
+        product, columns = self.project(x), attention.columns
+        found = split(product, self.bias, columns, sequences, rope, before=before)
         if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
             x = self.norm(x)  # the gates read the layer's input
         return attention.attend_cached(found, x, sequences, cache)

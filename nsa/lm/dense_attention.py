@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nsa.attached import plain_weights
 from nsa.attention import AttentionInputs
 from nsa.cache import LayerCache
 from nsa.config import NSAConfig
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.projection import Columns, Heads, TogetherModule, project
-from nsa.ops.projection.layout import plain_weight
+from nsa.ops.projection import Columns, Heads, project, split
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
@@ -48,7 +48,7 @@ def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
     return replace(one, gate="fixed", gate_bias=0.0, gate_temperature=1.0)
 
 
-class DenseAttention(TogetherModule):
+class DenseAttention(nn.Module):
     """Causal grouped-query attention through PyTorch's ``scaled_dot_product_attention``.
 
     Args:
@@ -69,14 +69,19 @@ class DenseAttention(TogetherModule):
         self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
         # Gates of 1 by number of tokens, kept alive for captured steps.
         self._gates = dict[int, Tensor]()
-        self.lay_together()
 
-    def projection_weights(self) -> list[Tensor]:
-        """Weights in the order of the projection's columns."""
-        projections = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
-        return [plain_weight("DenseAttention", *projection) for projection in projections.items()]
+    def plain_weights(self) -> tuple[list[Tensor], None] | None:
+        """See :meth:`nsa.NativeSparseAttention.plain_weights`; there are no gates."""
+        weights = plain_weights([self.q_proj, self.k_proj, self.v_proj])
+        return None if weights is None else (weights, None)
 
-    projection_bias: None = None  # there are no gates
+    @in_stage(PROJECTION)
+    def _project(self, x: Tensor, sequences: Sequences, before: Tensor | None) -> list[Tensor]:
+        plain = self.plain_weights()
+        if plain is not None:
+            return project(x, *plain, self.columns, sequences, self.rope, before=before)
+        product = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        return split(product, None, self.columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""
@@ -129,9 +134,7 @@ class DenseAttention(TogetherModule):
             "DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
         before = None if cache is None else cache.lengths(sequences, x.shape[0])
-        with stage(PROJECTION):
-            weights = self.projection_weights()
-            heads = project(x, weights, None, self.columns, sequences, self.rope, before=before)
+        heads = self._project(x, sequences, before)
         if cache is None:
             cu_seqlens = None if sequences.offsets is None else sequences.cu_q
             q, k, v = heads

@@ -34,8 +34,9 @@ def test_heads_move_in_words_of_16_bytes(offsets: tuple[int, ...] | None) -> Non
 
     original = Kernel.run
     with absent_gpu(90), mock.patch.object(Kernel, "run", run):
-        weights, bias = layer.projection_weights(), layer.projection_bias
-        found = project(x, weights, bias, columns, sequences, layer.rope, backend="triton")
+        plain = layer.plain_weights()
+        assert plain is not None
+        found = project(x, *plain, columns, sequences, layer.rope, backend="triton")
         torch.autograd.grad(found, x, [torch.zeros_like(y) for y in found])
     assert [one.metadata.name for one in compiled] == ["heads_kernel"] * 2
     # A thread moves heads of 64 in 16 bytes; the 36 columns of the gates come one by one.

@@ -34,7 +34,7 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.embedding import embed
-from nsa.ops.projection import Columns, Gates, Heads, lay_together, project
+from nsa.ops.projection import Columns, Gates, Heads, project, split
 from nsa.ops.statistics import Statistics, add_statistics, new_statistics
 from nsa.testing import PackedInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -461,7 +461,6 @@ def check_project(case: Case) -> None:
         nn.Parameter(case.normal(size, width, seed=i))
         for i, size in enumerate(columns.sizes, start=2)
     ]
-    lay_together(weights)
     bias = case.normal(columns.sizes[-1], seed=9)
     queries, values = (config.num_heads, config.head_dim), (config.num_kv_heads, config.value_dim)
     shapes = [queries, queries, values, pair, (config.num_heads, 3)]
@@ -470,9 +469,16 @@ def check_project(case: Case) -> None:
     douts[-1] += torch.arange(3.0, device=case.device) - 1
     names = ("q", "q rotated", "v", "k", "gates")
 
-    def run(dtype: torch.dtype, backend: str, given: Sequence[Tensor]) -> dict[str, Tensor]:
+    def run(
+        dtype: torch.dtype, backend: str, given: Sequence[Tensor], *, is_split: bool = False
+    ) -> dict[str, Tensor]:
         leaf, leaf_bias = leaves_of(x.to(dtype), bias.to(dtype))
-        out = project(leaf, given, leaf_bias, columns, sequences, rope, backend=backend)
+        rest = (leaf_bias, columns, sequences, rope)
+        if is_split:
+            product = torch.cat([nn.functional.linear(leaf, weight) for weight in given], dim=-1)
+            out = split(product, *rest, backend=backend)
+        else:
+            out = project(leaf, given, *rest, backend=backend)
         grads = torch.autograd.grad(
             out,
             [leaf, leaf_bias, *given],
@@ -485,18 +491,15 @@ def check_project(case: Case) -> None:
             | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
         )
 
-    found = run(case.dtype, case.backend, weights)
     plain, exact = (
         run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights)))
         for dtype in (case.dtype, torch.float64)
     )
     # Gates are fp32 of a product in the tested dtype, and have no more digits than it.
-    compare(
-        found, {key: x.to(case.dtype) for key, x in plain.items()}, exact, "project", case.factor
-    )
-    apart = run(case.dtype, case.backend, leaves_of(*weights))
-    same = [torch.equal(apart[name], value) for name, value in found.items()]
-    assert all(same), "project: weights with memory of their own each"
+    rounded = {key: x.to(case.dtype) for key, x in plain.items()}
+    for is_split in (False, True):
+        found = run(case.dtype, case.backend, weights, is_split=is_split)
+        compare(found, rounded, exact, "split" if is_split else "project", case.factor)
 
 
 def check_embed(case: Case) -> None:

@@ -1,18 +1,15 @@
-"""Weights that are neighbours in memory, and sequences described once for all layers."""
+"""Packed weights of one product, and sequences described once for all layers."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from nsa import NativeSparseAttention, Sequences
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops.projection.layout import lay_together, padded, stacked
+from nsa.ops.projection import packed
 from tests.ops.cases import offsets, small
 
 
@@ -21,60 +18,11 @@ def make(**changes: Any) -> NativeSparseAttention:
     return NativeSparseAttention(24, small(**changes))
 
 
-def rows_of(module: NativeSparseAttention) -> torch.Tensor:
-    """All weights one behind the other, and zeros up to a multiple of 8 rows."""
-    whole = torch.cat([weight.detach() for weight in module.projection_weights()])
-    return torch.cat([whole, whole.new_zeros(padded(len(whole)) - len(whole), 24)])
-
-
-def is_view(module: NativeSparseAttention) -> bool:
-    weights = module.projection_weights()
-    whole = stacked(weights, weights[0].dtype)
-    assert torch.equal(whole, rows_of(module))
-    return whole.data_ptr() == weights[0].data_ptr()
-
-
-def test_moved_weights_are_found_where_they_are():
-    """A weight with other memory is read from there."""
-    module = make()
-    weight = module.projection_weights()[3]
-    weight.data = torch.full_like(weight, 3.0)
-    assert not is_view(module)
-    other = make()
-    other.load_state_dict(module.state_dict(), assign=True)
-    assert torch.equal(other.projection_weights()[3], weight)
-    assert is_view(other)
-    module.to(torch.float64)
-    assert is_view(module)
-
-
-def test_rows_behind_the_memory_are_not_read():
-    """Neighbours in memory without room for the rows that fill up."""
-    memory = torch.randn(12, 8)
-    weights = [nn.Parameter(memory[:5]), nn.Parameter(memory[5:])]
-    whole = stacked(weights, torch.float32)
-    assert whole.shape == (16, 8)
-    assert torch.equal(whole, torch.cat([memory, torch.zeros(4, 8)]))
-    lay_together(weights)
-    assert stacked(weights, torch.float32).data_ptr() == weights[0].data_ptr()
-    # Some weights of a block are followed by others, not by zeros.
-    assert torch.equal(
-        stacked(weights[:1], torch.float32), torch.cat([memory[:5], torch.zeros(11, 8)])
-    )
-
-
-def test_a_block_is_kept_no_longer_than_its_weights():
-    module = make()
-    weights = module.projection_weights()
-    block = weakref.ref(stacked(weights, torch.float32))
-    alias, expected = [weight.detach() for weight in weights], torch.cat(weights).detach()
-    assert stacked(alias, torch.float32) is block()
-    for weight in weights:  # as FSDP1 and DeepSpeed do
-        weight.data = weight.detach().clone()
-    assert torch.equal(stacked(weights, torch.float32)[: len(expected)], expected)
-    del alias
-    gc.collect()
-    assert block() is None
+def test_packed_weights_end_with_zeros():
+    weights = [torch.randn(rows, 8) for rows in (5, 7)]
+    whole = packed(weights, torch.float64)
+    assert whole.dtype == torch.float64
+    assert torch.equal(whole, torch.cat([*weights, torch.zeros(4, 8)]).double())
 
 
 def test_sequences_for_all_layers():

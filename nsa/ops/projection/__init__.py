@@ -11,29 +11,12 @@ from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.layout import (
-    Columns,
-    Gates,
-    Heads,
-    TogetherModule,
-    lay_together,
-    stacked,
-)
+from nsa.ops.projection.layout import Columns, Gates, Heads, packed
 from nsa.ops.projection.ops import project_op, split_op
 from nsa.ops.projection.reference import activate, project_reference, split_reference
 from nsa.rope import Rope
 
-__all__ = [
-    "Columns",
-    "Gates",
-    "Heads",
-    "TogetherModule",
-    "activate",
-    "lay_together",
-    "project",
-    "split",
-    "stacked",
-]
+__all__ = ["Columns", "Gates", "Heads", "activate", "packed", "project", "split"]
 
 
 def project(
@@ -54,7 +37,7 @@ def project(
     Args:
         x: the layer's input ``[T, width]``.
         weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU
-            all weights run as one matmul, without a copy if :func:`lay_together` has packed them.
+            they are packed into one matrix in the dtype of the product.
         bias: bias of the gate logits; None without gates.
         columns: the column layout of the products.
         sequences: the sequence layout of the tokens.
@@ -104,10 +87,10 @@ def split(
     before: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
-    """Split an existing product into heads and gates; no gradient is recorded.
+    """Split an existing product into heads and gates, and rotate: the second half of `project`.
 
     Args:
-        product: ``[T, N]`` with all weights packed, see :func:`stacked`.
+        product: ``[T, N]``, products with all weights side by side; it may end with padding.
         bias: bias of the gate logits; None without gates.
         columns: the column layout of the product.
         sequences: the sequence layout of the tokens.
@@ -121,8 +104,7 @@ def split(
         return split_reference(products, bias, positions, columns, rope)
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    found: list[Tensor] = split_op(product, bias, *where)
-    return found
+    return list(split_op(product.contiguous(), bias, *where))
 
 
 def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.ops._plan import once, planned
-from nsa.ops._register import guarded, register
-from nsa.ops.projection.layout import Columns, padded, stacked
+from nsa.ops._plan import once
+from nsa.ops._register import register
+from nsa.ops.projection.layout import Columns, packed, padded
 from nsa.rope import Rope, frequency_table
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _sums(num_tokens: int, bias: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    return split_product(torch.mm(x, stacked(weights, x.dtype).t()), bias, *rest)
+    return split_product(torch.mm(x, packed(weights, x.dtype).t()), bias, *rest)
 
 
 def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -143,10 +143,6 @@ def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tens
     return found
 
 
-# For use outside of a registered operator, as in a decode step.
-split_op = guarded(planned(split_product))
-
-
 def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
     """Allocate the heads, and the gates if there are any."""
     columns = Columns.from_text(Tokens(*rest).columns)
@@ -154,6 +150,30 @@ def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) 
     if columns.gates is not None:
         found.append(x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32))
     return found
+
+
+def _merge(
+    grads: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs_bias: bool, *rest: Any
+) -> list[Tensor]:
+    """Gradients of the product ``[T, N]``, including padding, and of the bias, if it is needed."""
+    tokens, heads = Tokens(*rest), [grad.contiguous() for grad in grads]
+    num_tokens, used = heads[0].shape[0], sum(Columns.from_text(tokens.columns).sizes)
+    dproduct = heads[0].new_empty(num_tokens, padded(used))
+    dgates = None if gates is None else heads.pop()
+    sums = None if bias is None or not needs_bias else _sums(num_tokens, bias)
+    _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
+    if bias is None or sums is None:
+        return [dproduct, dproduct.new_empty(0)]
+    return [dproduct, sums.sum(0).to(bias.dtype)]
+
+
+def _merge_fake(
+    grads: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs_bias: bool, *rest: Any
+) -> list[Tensor]:
+    columns = padded(sum(Columns.from_text(Tokens(*rest).columns).sizes))
+    dproduct = grads[0].new_empty(grads[0].shape[0], columns)
+    dbias = bias.new_empty(bias.shape) if bias is not None and needs_bias else grads[0].new_empty(0)
+    return [dproduct, dbias]
 
 
 def _backward(
@@ -169,21 +189,11 @@ def _backward(
 
     Gradients that are not needed are empty.
     """
-    tokens = Tokens(*rest)
-    used = sum(Columns.from_text(tokens.columns).sizes)
-    dproduct = x.new_empty(x.shape[0], padded(used))
-    heads = [grad.contiguous() for grad in grads]
-    dgates = None if gates is None else heads.pop()
-    sums = None if bias is None or not needs[2] else _sums(x.shape[0], bias)
-    _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
-    dx = torch.mm(dproduct, stacked(weights, x.dtype)) if needs[0] else x.new_empty(0)
-    dtype = weights[0].dtype
-    dweight = x.new_empty(0, dtype=dtype)
+    dproduct, dbias = _merge(grads, bias, gates, needs[2], *rest)
+    dx = torch.mm(dproduct, packed(weights, x.dtype)) if needs[0] else x.new_empty(0)
+    dweight = weights[0].new_empty(0)
     if needs[1]:
-        dweight = torch.mm(dproduct.t(), x).to(dtype)
-    dbias = x.new_empty(0)
-    if bias is not None and sums is not None:
-        dbias = sums.sum(0).to(bias.dtype)
+        dweight = torch.mm(dproduct.t(), x).to(dweight.dtype)
     return [dx, dweight, dbias]
 
 
@@ -203,13 +213,13 @@ def _gradients(
     return [dx, dweight, dbias]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_project(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, before, cu, *ctx.rest = inputs
     gates = None if bias is None else output[-1]
     ctx.save_for_backward(x, bias, before, cu, gates, *weights)
 
 
-def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+def _differentiate_project(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     x, bias, before, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
     needs = [needs_x, any(needs_weights), needs_bias]
@@ -224,14 +234,31 @@ def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return *gradients, *((None,) * (2 + len(ctx.rest)))
 
 
+def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    product, bias, before, cu, *ctx.rest = inputs
+    ctx.num_columns = product.shape[1]
+    ctx.save_for_backward(bias, before, cu, None if bias is None else output[-1])
+
+
+def _differentiate_split(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    bias, before, cu, gates = ctx.saved_tensors
+    needs_product, needs_bias = ctx.needs[:2]
+    dproduct, dbias = split_backward_op(list(grads), bias, gates, needs_bias, before, cu, *ctx.rest)
+    gradients = (
+        dproduct[:, : ctx.num_columns] if needs_product else None,
+        dbias if needs_bias else None,
+    )
+    return *gradients, *((None,) * (2 + len(ctx.rest)))
+
+
 _TOKENS = "Tensor? before, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
 project_op = register(
     "project",
     f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
     _forward,
     _results,
-    setup_context=_setup_context,
-    backward=_differentiate,
+    setup_context=_setup_project,
+    backward=_differentiate_project,
 )
 project_backward_op = register(
     "project_backward",
@@ -239,4 +266,18 @@ project_backward_op = register(
     f"{_TOKENS}) -> Tensor[]",
     _backward,
     _gradients,
+)
+split_op = register(
+    "split",
+    f"(Tensor product, Tensor? bias, {_TOKENS}) -> Tensor[]",
+    split_product,
+    lambda product, *rest: _results(product, [], *rest),
+    setup_context=_setup_split,
+    backward=_differentiate_split,
+)
+split_backward_op = register(
+    "split_backward",
+    f"(Tensor[] grads, Tensor? bias, Tensor? gates, bool needs_bias, {_TOKENS}) -> Tensor[]",
+    _merge,
+    _merge_fake,
 )

@@ -1,0 +1,329 @@
+"""What people attach to attention layers works: training, prefill and decode call each module.
+
+Public threads in which a layer read a weight and did not call the module, and this was found out:
+LoRA on a projection that is multiplied elsewhere (vllm-project/vllm#48974, sgl-project/sglang#22268
+and #25001), hooks on a projection (pytorch/pytorch#78109, pytorch/executorch#16456), backward hooks
+(pytorch/pytorch#139191), quantized weights (bitsandbytes-foundation/bitsandbytes#963,
+pytorch/pytorch#32764 and #118165), pruning (pytorch/pytorch#69353), models whose layers are on
+several devices by hooks (huggingface/transformers#43019).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from nsa import NativeSparseAttention, native_sparse_attention
+from nsa.lm.config import LMConfig
+from nsa.lm.decoder import Decoder
+from nsa.lm.dense_attention import DenseAttention
+from nsa.lm.model import LanguageModel
+from nsa.ops._packed import locate
+from nsa.ops._sequences import Sequences
+from nsa.ops.projection.reference import split_reference
+from tests.ops.cases import small
+
+WIDTH = 32
+PROJECTIONS = ("q_proj", "k_cmp_proj", "v_slc_proj", "o_proj")
+
+
+class Adapter(nn.Module):
+    """LoRA (arXiv:2106.09685) by hand: ``linear(x) + x A B``, which can be merged."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.is_on = linear, True
+        self.a = nn.Parameter(torch.randn(linear.in_features, 3, dtype=linear.weight.dtype) / 6)
+        self.b = nn.Parameter(torch.randn(3, linear.out_features, dtype=linear.weight.dtype) / 6)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def merge(self, sign: int = 1) -> None:
+        self.base.weight.data += sign * (self.a @ self.b).T
+        self.is_on = sign < 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a @ self.b if self.is_on else self.base(x)
+
+
+class LowRank(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(len(weight), 2, dtype=weight.dtype) / 4)
+        self.b = nn.Parameter(torch.randn(2, weight.shape[1], dtype=weight.dtype) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+class Tagged(Tensor):
+    """A weight that counts as another class, as those of torchao do."""
+
+
+def replaced(layer: nn.Module, name: str, make: Callable[[nn.Linear], nn.Module]) -> None:
+    setattr(layer, name, make(getattr(layer, name)))
+
+
+def with_bias(linear: nn.Linear) -> nn.Module:
+    linear.bias = nn.Parameter(torch.randn(linear.out_features, dtype=linear.weight.dtype))
+    return linear
+
+
+def exchanged_forward(linear: nn.Linear) -> nn.Module:
+    product = lambda x: nn.functional.linear(x, linear.weight) * 1.5  # noqa: E731
+    linear.forward = product  # type: ignore[method-assign]
+    return linear
+
+
+class Int8(nn.Module):
+    """Weight-only int8, with one scale per row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.scale = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = (weight / self.scale).round().to(torch.int8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def tagged(linear: nn.Linear) -> nn.Module:
+    linear.weight = nn.Parameter((linear.weight * 2).detach().as_subclass(Tagged))
+    return linear
+
+
+def hooked(register: str, hook: Callable[..., Any]) -> Callable[[nn.Linear], nn.Module]:
+    def attach(linear: nn.Linear) -> nn.Module:
+        getattr(linear, register)(hook)
+        return linear
+
+    return attach
+
+
+def changed(function: Callable[..., Any], *arguments: Any) -> Callable[[nn.Linear], nn.Module]:
+    def attach(linear: nn.Linear) -> nn.Module:
+        found = function(linear, *arguments)
+        return found if isinstance(found, nn.Module) else linear
+
+    return attach
+
+
+ATTACHED: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "adapter": Adapter,
+    "parametrized": lambda x: changed(
+        parametrize.register_parametrization, "weight", LowRank(x.weight)
+    )(x),
+    "weight norm": changed(parametrizations.weight_norm),
+    "spectral norm": lambda x: parametrizations.spectral_norm(x).eval(),
+    "pruned": changed(prune.l1_unstructured, "weight", 0.5),
+    "bias": with_bias,
+    "forward": exchanged_forward,
+    "int8": Int8,
+    "tensor subclass": tagged,
+    "sequence of modules": lambda x: nn.Sequential(x, nn.Tanh()),
+    "forward hook": hooked("register_forward_hook", lambda _, __, out: out * 2),
+    "forward pre-hook": hooked("register_forward_pre_hook", lambda _, x: (x[0] + 1,)),
+    "backward hook": hooked("register_full_backward_hook", lambda _, grads, __: (grads[0] * 3,)),
+}
+
+
+def layer(**changes: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    module = NativeSparseAttention(WIDTH, small(**changes)).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def by_hand(module: NativeSparseAttention, x: Tensor) -> Tensor:
+    """The layer written plainly: one call of each module, and the public function."""
+    products = [projection(x) for projection in module.projections.values()]
+    sequences = Sequences(None, 1, len(x), len(x), x.device)
+    _, positions, _ = locate(len(x), sequences.cu_q)
+    found = split_reference(products, None, positions, module.columns.without_gates, module.rope)
+    inputs = module.attention_inputs([*found, module.gate(x)], x)
+    options: dict[str, Any] = {"q_cmp": inputs.q_cmp, "rope": module.rope, "backend": "reference"}
+    options["config"] = module.config
+    tensors: list[Any] = list(inputs[:-1])
+    return module.o_proj(native_sparse_attention(*tensors, **options).flatten(-2))
+
+
+def gradients(module: nn.Module, out: Tensor, x: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    (dx,) = torch.autograd.grad(out.sin().sum(), x, retain_graph=True)
+    out.sin().sum().backward(inputs=list(module.parameters()))
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"dx": dx} | {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_cmp_proj", "v_win_proj", "o_proj", "gate.net"])
+@pytest.mark.parametrize("attached", ATTACHED)
+def test_a_module_with_something_attached_is_called(name: str, attached: str) -> None:
+    """Output and gradients equal those of the layer written plainly, and differ from before."""
+    if name == "gate.net" and attached in ("adapter", "bias", "int8"):
+        pytest.skip("for an nn.Linear without bias")
+    module, x = layer(), torch.randn(70, WIDTH, dtype=torch.float64, requires_grad=True)
+    before = module(x)
+    parent, _, last = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    setattr(owner, last, ATTACHED[attached](getattr(owner, last)))
+    out = module(x)
+    expected = by_hand(module, x)
+    torch.testing.assert_close(out, expected)
+    found, wanted = gradients(module, out, x), gradients(module, expected, x)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found, wanted)
+    keeps = attached in ("weight norm", "backward hook")  # the output, until the next update
+    assert torch.allclose(out, before) == keeps
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_hooks_see_inputs_and_outputs(share_kv: bool) -> None:
+    """As activation debuggers and torchinfo's summary use them; removed hooks leave nothing."""
+    module, x = layer(share_kv=share_kv), torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    plain, seen = module(x), dict[str, Tensor]()
+    names = [name for name, part in module.named_modules() if name.endswith(("_proj", "gate"))]
+    handles = [
+        module.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out})
+        )
+        for name in names
+    ]
+    torch.testing.assert_close(module(x), plain)
+    assert set(seen) == set(names)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(module(x), plain)
+    with torch.nn.modules.module.register_module_forward_hook(lambda m, _, __: seen.clear()):
+        module(x)
+    assert not seen
+
+
+def test_a_functional_call_uses_the_given_parameters() -> None:
+    module, x = layer(), torch.randn(40, WIDTH, dtype=torch.float64)
+    other = {name: value * 1.1 for name, value in module.named_parameters()}
+    expected = copy.deepcopy(module)
+    expected.load_state_dict(other)
+    torch.testing.assert_close(functional_call(module, other, x), expected(x))
+
+
+@pytest.mark.parametrize("attached", ["adapter", "pruned", "forward hook"])
+def test_attached_modules_compile(attached: str) -> None:
+    """Before and after: the plain layer's code is not used for the changed one."""
+    module, x = layer(share_kv=True), torch.randn(40, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+    replaced(module, "q_proj", ATTACHED[attached])
+    torch.testing.assert_close(compiled(x), by_hand(module, x))
+
+
+CONFIG = LMConfig(
+    vocab_size=40, width=24, num_layers=2, nsa=small(), mlp_hidden_size=32, init_std=0.2
+)
+# Each part of a model to which an adapter for all linear layers goes.
+PARTS = (
+    "layers.0.attention.q_proj",
+    "layers.1.attention.o_proj",
+    "layers.0.mlp.up_proj",
+    "layers.1.mlp.down_proj",
+    "head",
+)
+
+
+def language_model(**changes: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(dataclasses.replace(CONFIG, **changes)).double()
+
+
+def check_decoder(model: LanguageModel, decoder: Decoder) -> None:
+    """Logits of prompts of unequal length and of steps equal those without a cache."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 40, (n + 6,), generator=generator) for n in (70, 9)]
+    decoder.reset()
+    logits = decoder.prefill([row[:-6].tolist() for row in rows])
+    with torch.no_grad():
+        whole = [model(row) for row in rows]
+    for b, expected in enumerate(whole):
+        torch.testing.assert_close(logits[b], expected[-7])
+    for start, stop in ((-6, -5), (-5, -2), (-2, None)):
+        logits = decoder.step(torch.stack([row[start:stop] for row in rows]))
+        for b, expected in enumerate(whole):
+            torch.testing.assert_close(logits[b], expected[start:stop])
+
+
+@pytest.mark.parametrize("name", [*PARTS, "embedding", "norm", "layers.0.mlp_norm"])
+@pytest.mark.parametrize("attached", ["adapter", "forward hook", "pruned"])
+def test_decoding_calls_attached_modules(name: str, attached: str) -> None:
+    model = language_model()
+    decoder = Decoder(model, 2, max_tokens=80)
+    check_decoder(model, decoder)
+    parent, _, last = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    part = getattr(owner, last)
+    if attached == "adapter" and not isinstance(part, nn.Linear):
+        setattr(owner, last, nn.Sequential(part, nn.Linear(24, 24).double()))
+        owner.get_submodule(last).weight = part.weight
+    else:
+        setattr(owner, last, ATTACHED[attached](part))
+    check_decoder(model, decoder)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_generation_after_attach_disable_merge_and_unmerge(attention: str) -> None:
+    """Merging adds to ``weight.data``, which leaves no trace in a version counter."""
+    model = language_model(attention=attention)
+    decoder = Decoder(model, 2, max_tokens=80)
+    check_decoder(model, decoder)
+    plain = {name: part for name, part in model.named_modules() if name in PARTS}
+    adapters = {name: Adapter(part) for name, part in plain.items()}
+
+    def insert(parts: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, part)
+        check_decoder(model, decoder)
+
+    insert(adapters)
+    for change in (
+        lambda adapter: setattr(adapter, "is_on", False),
+        lambda adapter: setattr(adapter, "is_on", True),
+        lambda adapter: adapter.merge(),
+        lambda adapter: adapter.merge(-1),
+        lambda adapter: adapter.merge(),
+    ):
+        for adapter in adapters.values():
+            change(adapter)
+        check_decoder(model, decoder)
+    insert(plain)  # merged and unloaded
+    for part in plain.values():
+        part.weight.data += 0.1
+    check_decoder(model, decoder)
+
+
+def test_layers_of_dense_attention_call_attached_modules() -> None:
+    torch.manual_seed(0)
+    module = DenseAttention(WIDTH, small()).double()
+    x = torch.randn(30, WIDTH, dtype=torch.float64)
+    before = module(x)
+    adapter = Adapter(module.k_proj)
+    module.k_proj = adapter  # type: ignore[assignment]
+    assert not torch.allclose(module(x), before)
+    adapter.merge()
+    module.k_proj = adapter.base
+    adapter.merge(-1)
+    adapter.is_on = True
+    merged = copy.deepcopy(module)
+    merged.k_proj.weight.data += (adapter.a @ adapter.b).T
+    module.k_proj = adapter  # type: ignore[assignment]
+    torch.testing.assert_close(module(x), merged(x))
