@@ -30,14 +30,16 @@ class RopeScaling:
     Attributes:
         kind: ``linear`` divides every position by ``factor`` (Chen et al., arXiv:2306.15595);
             ``yarn`` interpolates by frequency and sharpens attention (Peng et al.,
-            arXiv:2309.00071).
+            arXiv:2309.00071); ``llama3`` interpolates by frequency (Llama 3.1, arXiv:2407.21783).
         factor: how many times longer than ``original_max_position``, at least 1.
-        original_max_position: longest position of the original training, tokens (used by ``yarn``).
-        beta_fast: rotations over the original length above which a frequency is kept (``yarn``).
-        beta_slow: rotations below which a frequency is divided by ``factor`` (``yarn``).
+        original_max_position: longest position of the original training, tokens (not used by
+            ``linear``).
+        beta_fast: rotations over the original length above which a frequency is kept: 32 is usual
+            for ``yarn``, 4 for ``llama3`` (its ``high_freq_factor``).
+        beta_slow: rotations below which a frequency is divided by ``factor`` (``low_freq_factor``).
     """
 
-    kind: Literal["linear", "yarn"] = "linear"
+    kind: Literal["linear", "yarn", "llama3"] = "linear"
     factor: float = 1.0
     original_max_position: int = 2048
     beta_fast: float = 32.0
@@ -102,6 +104,8 @@ class NSAConfig:
         rope_theta: base of the rotary frequencies.
         rotary_dim: rotated leading part of a head, even; None means ``head_dim``.
         rope_scaling: see :class:`RopeScaling`.
+        qk_norm: RMSNorm of each query and key head before rotation and compression, with one
+            weight ``[head_dim]`` per projection.
 
     Values may be those parsed from JSON: ``NSAConfig(**json.loads(json.dumps(asdict(config))))`` is
     equal to ``config``.
@@ -137,6 +141,7 @@ class NSAConfig:
     rope_theta: float = 10_000.0
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
 
     # All fields as JSON, the form in which registered operators accept the pattern.
     text: ClassVar[str]

@@ -17,7 +17,7 @@ from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.projection import Columns, Gates, Heads, activate, project, split
+from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project, split
 from nsa.ops.projection.layout import Rotated
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
@@ -25,6 +25,19 @@ from nsa.rope import Rope, apply_rope
 from nsa.stages import GATES, PROJECTION, in_stage, stage
 
 logger = logging.getLogger(__name__)
+
+QK_NORM_EPS = 1e-6
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square normalisation, whose weight may have less precision than its input.
+
+    FSDP2 may gather weights in bf16 while the residual stream is fp32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., width]``; same shape, dtype of ``x``."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Compression(nn.Module):
@@ -170,6 +183,10 @@ class NativeSparseAttention(nn.Module):
                 if branch in config.branches:
                     setattr(self, f"k_{branch}_proj", self._linear(width, key_size))
                     setattr(self, f"v_{branch}_proj", self._linear(width, value_size))
+        if config.qk_norm:
+            for name in self.projections:
+                if name[0] in "qk":
+                    setattr(self, f"{name}_norm", RMSNorm(config.head_dim, eps=QK_NORM_EPS))
         if config.scores_blocks:
             self.phi_k = Compression(config, config.head_dim)
         if "cmp" in config.branches:
@@ -194,7 +211,8 @@ class NativeSparseAttention(nn.Module):
         """Freeze the scoring parameters that receive no gradient; call it after replacing them."""
         if "slc" not in self.config.branches or "cmp" in self.config.branches:
             return
-        frozen = [self.phi_k] if self.config.share_kv else [self.k_cmp_proj, self.phi_k]
+        names = ["phi_k"] if self.config.share_kv else ["k_cmp_proj", "k_cmp_norm", "phi_k"]
+        frozen = [part for name, part in self.named_children() if name in names]
         for part in frozen:
             part.requires_grad_(False)
         count = sum(p.numel() for part in frozen for p in part.parameters())
@@ -251,10 +269,36 @@ class NativeSparseAttention(nn.Module):
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
                 rule = f"have the dtype of the module's weights ({dtype}), or run under autocast"
                 fail("NativeSparseAttention", "x", rule, x.dtype)
-            return project(x, *plain, self.columns, sequences, self.rope, before=before)
-        product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
-        columns = self.columns.without_gates
-        return split(product, None, columns, sequences, self.rope, before=before)
+            if not self.config.qk_norm:
+                return project(x, *plain, self.columns, sequences, self.rope, before=before)
+            product, bias = nn.functional.linear(x, torch.cat(plain[0])), plain[1]
+        else:
+            product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
+            bias = None
+        return self.split(product, bias, sequences, before)
+
+    def split(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        sequences: Sequences,
+        before: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Split products of the projections into heads (and gates), normalised and rotated.
+
+        Args:
+            product: ``[T, N]``, products of all projections side by side; with ``bias`` also the
+                gates' logits.
+            bias: bias of the gates, or None.
+            sequences: the sequences of the tokens.
+            before: number of earlier tokens of each sequence, int32 ``[B]``; None means 0.
+        """
+        columns = self.columns if bias is not None else self.columns.without_gates
+        if self.config.qk_norm:
+            modules: dict[str, Any] = self._modules
+            norms = [modules.get(f"{name}_norm") for name in self.projections]
+            product = normalise_heads(product, columns, norms)
+        return split(product, bias, columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.

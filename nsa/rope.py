@@ -64,6 +64,11 @@ class Rope:
         scaling = self.scaling
         if scaling is not None and scaling.kind == "linear":
             frequency = frequency / scaling.factor
+        elif scaling is not None and scaling.kind == "llama3":
+            rotations = scaling.original_max_position * frequency / (2 * math.pi)
+            kept = (rotations - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
+            kept = kept.clamp(0, 1)
+            frequency = frequency * kept + frequency / scaling.factor * (1 - kept)
         elif scaling is not None:
             low = math.floor(self._yarn_index(scaling.beta_fast, scaling))
             high = math.ceil(self._yarn_index(scaling.beta_slow, scaling))

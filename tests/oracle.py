@@ -68,6 +68,14 @@ def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "llama3":
+        wavelength, original = 2 * math.pi / plain, scaling.original_max_position
+        if wavelength < original / scaling.beta_fast:
+            return plain
+        if wavelength > original / scaling.beta_slow:
+            return plain / scaling.factor
+        kept = (original / wavelength - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
+        return (1 - kept) * plain / scaling.factor + kept * plain
 
     def pair(turns: float) -> float:
         """The pair, not rounded, that turns so often within the original length."""
@@ -379,7 +387,11 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
 
     def project(name: str, num_heads: int) -> Array:
         weight = weights[f"{name}_proj.weight"]
-        return (x @ weight.T).reshape(num_tokens, num_heads, weight.shape[0] // num_heads)
+        heads = (x @ weight.T).reshape(num_tokens, num_heads, weight.shape[0] // num_heads)
+        if config.qk_norm and name[0] in "qk":
+            size = np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6)
+            return heads / size * weights[f"{name}_norm.weight"]
+        return heads
 
     def rotated(heads: Array, positions: Iterable[int]) -> Array:
         return rotate(heads, positions, config.rotary_dim, config.rope_theta, config.rope_scaling)

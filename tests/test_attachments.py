@@ -148,7 +148,13 @@ def layer(**changes: Any) -> NativeSparseAttention:
 
 def by_hand(module: NativeSparseAttention, x: Tensor) -> Tensor:
     """The layer written plainly: one call of each module, and the public function."""
-    products = [projection(x) for projection in module.projections.values()]
+    products = []
+    for projection_name, projection in module.projections.items():
+        product = projection(x)
+        if module.config.qk_norm and projection_name[0] in "qk":
+            norm = module.get_submodule(f"{projection_name}_norm")
+            product = norm(product.unflatten(-1, (-1, module.config.head_dim))).flatten(-2)
+        products.append(product)
     sequences = Sequences(None, 1, len(x), len(x), x.device)
     _, positions, _ = locate(len(x), sequences.cu_q)
     found = split_reference(products, None, positions, module.columns.without_gates, module.rope)
@@ -173,7 +179,8 @@ def test_a_module_with_something_attached_is_called(name: str, attached: str) ->
     """Output and gradients equal those of the layer written plainly, and differ from before."""
     if name == "gate.net" and attached in ("adapter", "bias", "int8"):
         pytest.skip("for an nn.Linear without bias")
-    module, x = layer(), torch.randn(70, WIDTH, dtype=torch.float64, requires_grad=True)
+    module, x = layer(qk_norm=name == "v_win_proj"), torch.randn(70, WIDTH).double()
+    x.requires_grad_()
     before = module(x)
     parent, _, last = name.rpartition(".")
     owner = module.get_submodule(parent)

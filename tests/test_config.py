@@ -141,6 +141,7 @@ OTHERS: dict[str, Any] = {
     "rope_theta": 500.0,
     "rotary_dim": 32,
     "rope_scaling": RopeScaling("yarn", 4.0, 512, 16.0, 2.0),
+    "qk_norm": True,
 }
 
 
@@ -196,7 +197,7 @@ def test_a_wrong_type_is_refused_by_name(argument, value, rule):
     ("cls", "values", "message"),
     [
         (RopeScaling, {"factor": "2"}, "factor must be a finite number, got '2'"),
-        (NSAConfig, {"rope_scaling": {"kind": "x"}}, "kind must be linear or yarn, got x"),
+        (NSAConfig, {"rope_scaling": {"kind": "x"}}, "kind must be linear, yarn or llama3, got x"),
         (LMConfig, {"tie_head": "no"}, "tie_head must be True or False, got 'no'"),
         (LMConfig, {"nsa": {"windw": 1}}, "nsa must contain only fields of NSAConfig, got windw"),
         (TrainConfig, {"steps": 1.5}, "steps must be an integer, got 1.5"),

@@ -94,6 +94,8 @@ CONFIGS: list[dict[str, Any]] = [
     {"phi": "mlp", "compress_hidden_size": 5},
     {"rope_scaling": RopeScaling("linear", 4.0)},
     {"rope_scaling": RopeScaling("yarn", 4.0, 64)},
+    {"qk_norm": True, "compress_rope": "none", "phi": "mlp"},
+    {"qk_norm": True, "share_kv": True, "rotary_dim": 8, "gate_hidden_size": 11},
 ]
 
 

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nsa import Rope, RopeScaling, apply_rope
 from nsa.testing import assert_within_budget
@@ -15,7 +17,14 @@ from tests.ops.cases import array, make_batch, near, small
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, RopeScaling("linear", 4.0), RopeScaling("yarn", 8.0, 64)], ids=str
+    "scaling",
+    [
+        None,
+        RopeScaling("linear", 4.0),
+        RopeScaling("yarn", 8.0, 64),
+        RopeScaling("llama3", 8.0, 64, 4.0, 1.0),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("theta", [10_000.0, 256.0])
 @pytest.mark.parametrize("dim", [16, 8, 2])
@@ -115,6 +124,22 @@ def test_yarn_keeps_fast_and_divides_slow_frequencies():
     assert bool(((share > 0.01) & (share < 0.99)).any())
     size = apply_rope(torch.ones(1, 1, dim).double(), torch.tensor([3]), rope).norm() / dim**0.5
     assert abs(float(size) - (0.1 * math.log(factor) + 1)) < 1e-7
+
+
+def test_llama3_has_the_frequencies_of_transformers():
+    scaling = RopeScaling("llama3", 8.0, 8192, 4.0, 1.0)
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(head_dim=128, rope_parameters=parameters)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    found = Rope(128, 500_000.0, scaling).inverse_frequencies(torch.device("cpu"))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("theta", [0.0, 1.0, -10_000.0, math.inf, math.nan])

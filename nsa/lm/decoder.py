@@ -13,13 +13,13 @@ from nsa.attached import has_global_hooks, has_hooks, is_plain
 from nsa.cache import LayerCache
 from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
-from nsa.lm.model import MLP, DecoderLayer, LanguageModel, RMSNorm
-from nsa.module import Compression, Gate, GateLinear, NativeSparseAttention
+from nsa.lm.model import MLP, DecoderLayer, LanguageModel
+from nsa.module import Compression, Gate, GateLinear, NativeSparseAttention, RMSNorm
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
-from nsa.ops.projection import packed, split
+from nsa.ops.projection import packed
 
 # Modules of a decoder layer whose steps run as fused kernels.
 PLAIN_KINDS = (
@@ -245,10 +245,8 @@ class StepLayer:
 
     def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """Attention ``[T, Hq, Dv]`` of new tokens ``[T, width]``, which are cached."""
-        attention, rope = self.attention, self.attention.rope
-        before = cache.lengths(sequences, x.shape[0])
-        product, columns = self.project(x), attention.columns
-        found = split(product, self.bias, columns, sequences, rope, before=before)
+        attention, before = self.attention, cache.lengths(sequences, x.shape[0])
+        found = attention.split(self.project(x), self.bias, sequences, before)
         if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
             x = self.norm(x)  # the gates read the layer's input
         return attention.attend_cached(found, x, sequences, cache)

@@ -14,9 +14,10 @@ from nsa.attached import plain_weights
 from nsa.attention import AttentionInputs
 from nsa.cache import LayerCache
 from nsa.config import NSAConfig
+from nsa.module import QK_NORM_EPS, RMSNorm
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.projection import Columns, Heads, project, split
+from nsa.ops.projection import Columns, Heads, normalise_heads, project, split
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
@@ -64,6 +65,9 @@ class DenseAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
+            self.k_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
         queries = Heads(config.num_heads, config.head_dim, "yes")
         keys = Heads(config.num_kv_heads, config.head_dim, "yes")
         self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
@@ -79,9 +83,20 @@ class DenseAttention(nn.Module):
     def _project(self, x: Tensor, sequences: Sequences, before: Tensor | None) -> list[Tensor]:
         plain = self.plain_weights()
         if plain is not None:
-            return project(x, *plain, self.columns, sequences, self.rope, before=before)
-        product = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        return split(product, None, self.columns, sequences, self.rope, before=before)
+            if not self.config.qk_norm:
+                return project(x, *plain, self.columns, sequences, self.rope, before=before)
+            product = nn.functional.linear(x, torch.cat(plain[0]))
+        else:
+            product = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        return self.split(product, None, sequences, before)
+
+    def split(
+        self, product: Tensor, bias: Tensor | None, sequences: Sequences, before: Tensor | None
+    ) -> list[Tensor]:
+        """See :meth:`nsa.NativeSparseAttention.split`."""
+        if self.config.qk_norm:
+            product = normalise_heads(product, self.columns, [self.q_norm, self.k_norm, None])
+        return split(product, bias, self.columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""

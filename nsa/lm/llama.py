@@ -43,12 +43,19 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
         ("mlp", config.mlp, "be swiglu", config.mlp == "swiglu"),
         ("nsa.value_dim", nsa.value_dim, f"equal head_dim ({size})", nsa.value_dim == size),
         ("nsa.rotary_dim", nsa.rotary_dim, f"be {size}", nsa.rotary_dim in (None, size)),
-        ("nsa.rope_scaling", kind, "be linear or left out", kind in (None, "linear")),
+        ("nsa.rope_scaling", kind, "be linear, llama3 or left out", kind != "yarn"),
+        ("nsa.qk_norm", nsa.qk_norm, "be false", not nsa.qk_norm),
         ("width", config.width, f"be a multiple of num_heads ({heads})", config.width % heads == 0),
     )
     for name, value, rule, holds in needed:
         check(holds, function, f"model.{name}", f"{rule} for Llama's layout", value)
     rope = {"rope_type": kind or "default", "rope_theta": nsa.rope_theta}
+    if scaling is not None:
+        rope["factor"] = scaling.factor
+    if scaling is not None and kind == "llama3":
+        rope["low_freq_factor"] = scaling.beta_slow
+        rope["high_freq_factor"] = scaling.beta_fast
+        rope["original_max_position_embeddings"] = scaling.original_max_position
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -59,7 +66,7 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
         "head_dim": size,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope if scaling is None else {**rope, "factor": scaling.factor},
+        "rope_parameters": rope,
         "tie_word_embeddings": config.tie_head,
         "attention_bias": False,
         "mlp_bias": False,

@@ -15,20 +15,9 @@ from nsa.cache import LayerCache, NSACache
 from nsa.lm.config import LMConfig
 from nsa.lm.dense_attention import DenseAttention, dense_pattern
 from nsa.lm.recomputation import Keeps, keep_attention
-from nsa.module import NativeSparseAttention
+from nsa.module import NativeSparseAttention, RMSNorm
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.embedding import embed
-
-
-class RMSNorm(nn.RMSNorm):
-    """Root mean square normalisation, whose weight may have less precision than its input.
-
-    FSDP2 may gather weights in bf16 while the residual stream is fp32.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., width]``; same shape, dtype of ``x``."""
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class MLP(nn.Module):

@@ -55,6 +55,8 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"phi": "mlp", "tie_head": True},
         {"compress_rope": "none", "gate": "softmax"},
         {"gate": "fixed", "share_kv": True},
+        {"qk_norm": True},
+        {"qk_norm": True, "attention": "dense"},
         {"gate_hidden_size": 8},
         {"num_selected_blocks_table": ((-1, 40, 3),)},
         *TABLES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from nsa.ops.projection.ops import project_op, split_op
 from nsa.ops.projection.reference import activate, project_reference, split_reference
 from nsa.rope import Rope
 
-__all__ = ["Columns", "Gates", "Heads", "activate", "packed", "project", "split"]
+__all__ = [
+    "Columns",
+    "Gates",
+    "Heads",
+    "activate",
+    "normalise_heads",
+    "packed",
+    "project",
+    "split",
+]
 
 
 def project(
@@ -105,6 +114,26 @@ def split(
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
     return list(split_op(product.contiguous(), bias, *where))
+
+
+def normalise_heads(
+    product: Tensor, columns: Columns, norms: Sequence[Callable[[Tensor], Tensor] | None]
+) -> Tensor:
+    """Normalise the heads of some parts of a product ``[T, N]``.
+
+    Args:
+        product: products with all weights side by side; it may end with padding.
+        columns: the column layout of the product.
+        norms: for each part a norm of ``[T, number, size]``, or None.
+
+    Returns:
+        ``[T, N]`` without padding.
+    """
+    pieces = list(product[:, : sum(columns.sizes)].split(columns.sizes, -1))
+    for k, (part, norm) in enumerate(zip(columns.parts, norms, strict=True)):
+        if norm is not None:
+            pieces[k] = norm(pieces[k].unflatten(-1, (part.number, part.size))).flatten(-2)
+    return torch.cat(pieces, dim=-1)
 
 
 def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:
