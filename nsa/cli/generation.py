@@ -118,7 +118,7 @@ def _starter(
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
-    from nsa.train.runs.inputs import load_model
+    from nsa.train.runs.evaluation import load_model
     from nsa.train.runs.inspection import check_selects
     from nsa.train.watch.out_of_memory import check_fits
 
@@ -251,10 +251,9 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
     print(speed.line(), file=sys.stderr)
     if picture is None:
         return
-    from nsa.lm.inspection import inspect_text
     from nsa.train.execution.precision import autocast
-    from nsa.train.runs.inspection import heat_maps, selection_lines
-    from nsa.train.runs.page import save_png
+    from nsa.train.runs.inspection import heat_maps, inspect_text, selection_lines
+    from nsa.train.runs.report import save_png
 
     # The model reads the text again, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from nsa.errors import check, check_output, fail
+from nsa.errors import UserError, check, check_output, fail
+from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
+from nsa.train.checkpoint import SUMS, find_checkpoint, load_tensors, read_meta, step_of
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     DataBundle,
+    Document,
     ShardSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
+    fault_of_text,
+    folder_files,
+    load_tokenizer,
     open_data,
     spread,
 )
@@ -37,13 +44,70 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
 from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model, read_text
+from nsa.train.state import weights
 
 _BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "test_sha256", "tokenizer_fingerprint")
 Split = Literal["validation", "test"]
 
 
+# --- model and text ---
+def load_model(
+    config: LMConfig,
+    checkpoint: Path,
+    device: torch.device,
+) -> tuple[LanguageModel, int]:
+    """Load the model of a checkpoint, with its fp32 weights.
+
+    Args:
+        config: configuration of the model.
+        checkpoint: folder of the checkpoint.
+        device: device of the model.
+
+    Returns:
+        The model in evaluation mode, and its optimizer steps.
+
+    Raises:
+        ValueError: the checkpoint is damaged or contains another model.
+    """
+    model = LanguageModel(config).to(device)
+    load_tensors(checkpoint, weights(model))
+    return model.eval(), step_of(checkpoint)
+
+
+def read_text(function: str, folder: RunFolder, text: str) -> TextSource:
+    """Read all tokens of a file, a folder or standard input; one document is one file.
+
+    Args:
+        function: the command, for messages.
+        folder: the run, which has the tokenizer.
+        text: file or folder, ``-`` for standard input.
+
+    Raises:
+        UserError: the content is not text, or has no document of two tokens.
+    """
+    tokenizer = load_tokenizer(folder.tokenizer)
+    separator_id, hint = tokenizer.separator_id, "Its synthetic task has no text."
+    check(separator_id is not None, function, "--text", "be left out for this run", text, hint)
+    assert separator_id is not None
+    try:
+        documents = [_standard_input(function)] if text == "-" else folder_files(text).documents
+    except UserError as error:
+        raise UserError(function, "--text", error.rule, error.value) from None
+    tokens = tokenizer.encode_documents([document.text for document in documents])
+    longest = max((len(document) - 1 for document in tokens), default=0)
+    check(longest > 1, function, "--text", "contain a document of at least two tokens", longest)
+    return TextSource(tokens, separator_id, tokenizer.token_bytes)
+
+
+def _standard_input(function: str) -> Document:
+    content = sys.stdin.buffer.read()
+    fault = fault_of_text(content)
+    check(not fault, function, "--text", "be text", f"{fault} of standard input")
+    return Document("standard input", content)
+
+
+# --- evaluation ---
 class Finding(NamedTuple):
     """A line for the reader, and its figures by name as JSON has them."""
 

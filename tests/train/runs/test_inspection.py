@@ -1,8 +1,9 @@
-"""``nsa inspect``: one text as the model was trained on it, page, JSON, pictures of selections."""
+"""``nsa inspect``: statistics counted slowly, one text of a run, its page and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,18 +12,188 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from nsa.lm.inspection import LayerFigures, inspect_text
+from nsa import NativeSparseAttention
+from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
 from nsa.train.data import load_tokenizer
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model
-from nsa.train.runs.inspection import heat_maps, inspect_run, inspection_page, selection_lines
-from nsa.train.runs.page import save_png
+from nsa.train.runs.inspection import (
+    HISTOGRAM_BINS,
+    MAP_SIZE,
+    QUANTILES,
+    Layer,
+    Selection,
+    gate_figures,
+    heat_maps,
+    inspect_run,
+    inspect_text,
+    inspection_page,
+    selection_lines,
+    selection_of,
+)
+from nsa.train.runs.report import save_png
+from nsa.train.telemetry.layer_statistics import LayerStatistics
 from tests.train.cases import MODEL, PATTERN, new_trainer, tiny_config
 from tests.train.runs.test_report import SVG, Page
 
+TEXT = torch.randint(256, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+SIZE = PATTERN.block_size
 
+
+def model_of(num_layers: int = 2, **changes: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    pattern = dataclasses.replace(PATTERN, **changes)
+    model = LanguageModel(dataclasses.replace(MODEL, num_layers=num_layers, nsa=pattern))
+    for parameter in model.parameters():  # larger than at the start, so that selections differ
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.requires_grad else None
+    return model
+
+
+def selected(layer: Layer) -> Selection:
+    assert layer.selection is not None
+    return layer.selection
+
+
+def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
+    """Up to 4 blocks, the query's own among them, -1 at the end if there are fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.full((num_tokens, heads, 4), -1, dtype=torch.int32)
+    for t, head in itertools.product(range(num_tokens), range(heads)):
+        others = torch.randperm(t // SIZE, generator=generator)[:3].tolist()
+        ids = sorted({t // SIZE, *others})
+        blocks[t, head, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return blocks
+
+
+# --- statistics of a text -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 2},
+        {"branches": ("slc", "win"), "compress_rope": "none"},
+        {"branches": ("cmp", "win"), "gate": "softmax"},
+        {"gate": "fixed", "share_kv": True},
+    ],
+)
+def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> None:
+    model, inputs = model_of(**changes), list[Tensor]()
+    for layer in model.decoder_layers():
+        layer.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    before = model(torch.tensor(TEXT))
+    inputs.clear()
+    found = inspect_text(model, TEXT)
+    assert [layer.layer for layer in found] == [0, 1]
+    for x, one, layer in zip(inputs, found, model.decoder_layers(), strict=True):
+        attention = layer.attention
+        assert isinstance(attention, NativeSparseAttention)
+        expected = gate_figures(attention.gate(x).detach(), attention.config)
+        for branch, gates in expected.items():
+            assert one.gates[branch]["head_means"] == pytest.approx(gates["head_means"], rel=1e-5)
+        assert (one.selection is None) == ("slc" not in attention.config.branches)
+        if one.selection is not None:
+            assert torch.equal(one.selection.blocks, attention.choose_blocks(x))
+        assert attention.observer is None
+    assert torch.equal(model(torch.tensor(TEXT)), before)
+
+
+def test_statistics_agree_with_the_telemetry_of_training() -> None:
+    assert inspect_text(LanguageModel(dataclasses.replace(MODEL, attention="dense")), TEXT) == []
+    model = model_of(num_kv_heads=2).train()
+    layers = inspect_text(model, TEXT)
+    assert model.training
+    statistics = LayerStatistics(model)
+    statistics.start()
+    model.hidden_states(torch.tensor(TEXT))
+    statistics.stop(lambda sums: sums, lambda sums: sums)
+    row = statistics.row()
+    for layer in layers:
+        figures = selected(layer).figures
+        expected = {
+            "selected_tokens": figures["keys_mean"],
+            "selected_distance_tokens": figures["distance_mean"],
+            "selected_overlap": figures["overlap"][0]["share"],
+            **{f"gate_{name}_mean": gates["mean"] for name, gates in layer.gates.items()},
+        }
+        for name, value in expected.items():
+            assert value == pytest.approx(row[f"{name}_layer_{layer.layer}"], rel=1e-5), name
+
+
+def test_selections_counted_slowly() -> None:
+    num_tokens, first, lag = 330, 40, 8
+    blocks, queries = random_blocks(num_tokens, 2), [0, 15, 16, 100, 329]
+    found = selection_of(blocks, SIZE, queries, first)
+    back = ((torch.arange(num_tokens)[:, None, None] // SIZE - blocks) * SIZE)[blocks >= 0]
+    assert found.figures["distance_tokens"] == [0, 16, 32, 64, 128, 256]
+    bins = [*found.figures["distance_tokens"], 10**9]
+    assert found.figures["distance_counts"] == [
+        int(((low <= back) & (back < high)).sum()) for low, high in itertools.pairwise(bins)
+    ]
+    sets = [[{*head} - {-1} for head in query] for query in blocks.tolist()]
+    pairs = [
+        (now, then)
+        for t in range(lag, num_tokens)
+        for now, then in zip(sets[t], sets[t - lag], strict=True)
+    ]
+    share = sum(len(now & then) for now, then in pairs) / sum(len(now) for now, _ in pairs)
+    shares = {one["lag_tokens"]: one["share"] for one in found.figures["overlap"]}
+    assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
+    assert shares[lag] == pytest.approx(share)
+    for query, head in itertools.product(queries, range(2)):
+        ranges = found.ranges[query][head]
+        expected = {t for t in range(query + 1) if t // SIZE in sets[query][head]}
+        assert {t for start, end in ranges for t in range(start, end)} == expected
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent ones are merged"
+    hits = np.zeros((MAP_SIZE, -(-num_tokens // SIZE)))
+    num_queries = num_tokens - first
+    rows = [(t - first) * MAP_SIZE // num_queries for t in range(first, num_tokens)]
+    for t, row in enumerate(rows, start=first):
+        for block in [block for head in sets[t] for block in head]:
+            hits[row, block] += 1 / 2 / rows.count(row)
+    np.testing.assert_allclose(found.heat_map, hits, rtol=1e-6)
+
+
+def test_columns_of_a_heat_map_may_be_several_blocks() -> None:
+    blocks = random_blocks(16 * 300, 1, seed=1)
+    wide = selection_of(blocks, SIZE, first_query=16 * 300 - 1).heat_map
+    assert wide.shape == (1, MAP_SIZE)
+    columns = [block * MAP_SIZE // 300 for block in range(300)]
+    chosen = [columns[int(block)] for block in blocks[-1, 0]]
+    expected = [chosen.count(column) / columns.count(column) for column in range(MAP_SIZE)]
+    assert wide[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
+def test_short_texts(num_tokens: int) -> None:
+    (layer, _) = inspect_text(model_of(), TEXT[:num_tokens], queries=[num_tokens - 1])
+    selection = selected(layer)
+    assert selection.ranges == {num_tokens - 1: [[(0, num_tokens)]]}
+    assert selection.figures["keys_mean"] == (num_tokens + 1) / 2
+    assert sum(selection.figures["distance_counts"]) == num_tokens + (num_tokens > 16)
+    lags = [one["lag_tokens"] for one in selection.figures["overlap"]]
+    assert lags == [lag for lag in (1, 2, 4, 8, 16) if lag < num_tokens]
+    assert selection.heat_map.shape == (num_tokens, -(-num_tokens // 16))
+
+
+def test_gates_counted_slowly() -> None:
+    gates = torch.rand(101, 2, 3, generator=torch.Generator().manual_seed(0))
+    gates[:, 1, 0] = 1.0
+    found = gate_figures(gates, dataclasses.replace(PATTERN, branches=("cmp", "win")))
+    assert list(found) == ["cmp", "win"]
+    for name, figures in found.items():
+        values = gates[..., BRANCHES.index(name)]
+        assert figures["mean"] == pytest.approx(float(values.mean()))
+        assert figures["head_means"] == pytest.approx(values.mean(0).tolist())
+        nearest = values.flatten().quantile(torch.tensor(QUANTILES), interpolation="nearest")
+        assert figures["quantiles"] == pytest.approx(nearest.tolist())
+        bins = (values * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1).flatten()
+        counts = torch.bincount(bins, minlength=HISTOGRAM_BINS)
+        assert figures["histogram"] == pytest.approx((counts / 202).tolist())
+    assert found["cmp"]["quantiles"][-1] == 1.0
+
+
+# --- a run ----------------------------------------------------------------------------------------
 def make_run(path: Path, **changes: Any) -> RunFolder:
     trainer = new_trainer(path, steps=1, **changes)
     trainer.run()
@@ -36,7 +207,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def shape(value: Any) -> Any:
-    """Structure of JSON: keys, lengths of lists of numbers, types."""
+    """Keys of dictionaries, lengths of other lists, types of other values."""
     if isinstance(value, dict):
         return {key: shape(each) for key, each in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -45,62 +216,51 @@ def shape(value: Any) -> Any:
 
 
 GATES = {"mean": "float", "quantiles": 5, "histogram": 20, "head_means": 2}
-JSON = {
-    "run": "str",
-    "checkpoint_step": "int",
-    "device": "str",
-    "compute_dtype": "str",
-    "text": "str",
-    "num_tokens": "int",
-    "gate_quantiles": 5,
-    "layers": [
-        {
-            "layer": "int",
-            "gates": {"cmp": GATES, "slc": GATES, "win": GATES},
-            "selection": {
-                "block_size": "int",
-                "keys_mean": "float",
-                "distance_mean": "float",
-                "distance_tokens": 5,
-                "distance_counts": 5,
-                "overlap": [{"lag_tokens": "int", "share": "float"}],
-                "ranges": [{"query": "int", "kv_heads": 2}],
-            },
-        }
-    ],
+LAYER = {
+    "layer": "int",
+    "gates": {"cmp": GATES, "slc": GATES, "win": GATES},
+    "selection": {
+        "block_size": "int",
+        "keys_mean": "float",
+        "distance_mean": "float",
+        "distance_tokens": 5,
+        "distance_counts": 5,
+        "overlap": [{"lag_tokens": "int", "share": "float"}],
+        "ranges": [{"query": "int", "kv_heads": 2}],
+    },
 }
 
 
-def test_figures_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
-    """They are those of the checkpoint and the text."""
+def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
     text = tmp_path / "a <b> & c.txt"
     text.write_text("caf\u00e9 <i> & lait, " * 30, encoding="utf-8")
     found = inspect_run(folder, text=str(text), num_tokens=150)
     tokens = load_tokenizer(folder.tokenizer).encode(text.read_bytes())[:150]
     assert found.tokens == tokens
-    path = next(folder.checkpoints.iterdir())
-    model, _ = load_model(folder.load_config().model, path, torch.device("cpu"))
-    for one, other in zip(found.layers, inspect_text(model, tokens, queries=[149]), strict=True):
-        assert one.gates == other.gates
-        assert one.selection is not None
-        assert other.selection is not None
-        assert torch.equal(one.selection.heat_map, other.selection.heat_map)
-        assert one.selection.ranges[149] == other.selection.ranges[149]
-    selection = found.layers[1].selection
-    assert selection is not None
     values = json.loads(json.dumps(found.json()))
-    assert shape(values) == JSON
-    assert values["layers"][1]["selection"]["ranges"][-1]["query"] == 149
+    layers = values.pop("layers")
+    assert shape(layers) == [LAYER]
+    assert layers[1]["selection"]["ranges"][-1]["query"] == 149
+    assert values == {
+        "run": str(folder.path),
+        "checkpoint_step": 1,
+        "device": "cpu",
+        "compute_dtype": "fp32",
+        "text": str(text),
+        "num_tokens": 150,
+        "gate_quantiles": [0.05, 0.25, 0.5, 0.75, 0.95],
+    }
     page = Page(inspection_page(found))
     assert len(page.links) == 3
     assert all(link.startswith(SVG) for link in page.links)
+    keys = str(round(layers[1]["selection"]["keys_mean"], 4))
     titles = ("Selected blocks", "Ranges of the last query", "Distance and overlap", "Gates")
-    for part in (*titles, str(text), "caf\u00e9 <i> & lait, caf", f"{selection.keys_mean:.1f}"):
+    for part in (*titles, str(text), "caf\u00e9 <i> & lait, caf", keys):
         assert part in page.shown, part
-    first, *layers = found.lines()
+    first, *lines = found.lines()
     assert first.startswith(f"checkpoint: step 1 of {folder.path}, on cpu in fp32; 150 tokens")
-    assert len(layers) == 2
-    assert f"{selection.overlap[1]:.1%} shared with the query before" in layers[1]
+    share = layers[1]["selection"]["overlap"][0]["share"]
+    assert lines[1].endswith(f"{share:.1%} shared with the query before")
 
 
 def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
@@ -113,9 +273,7 @@ def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
     assert "Selected blocks" not in page.shown
 
 
-def test_the_longest_document_is_the_text_if_documents_are_masked(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, content in (("a", "short"), ("b", "the longest of them"), ("c", "another")):
@@ -123,37 +281,25 @@ def test_the_longest_document_is_the_text_if_documents_are_masked(
     found = inspect_run(folder, text=str(texts))
     assert found.tokenizer.decode(found.tokens) == b"the longest of them"
     assert found.tokens[-1] == 0, "with its separator, as in training"
-    data = dataclasses.replace(tiny_config(tmp_path).data, document_mask=False)
-    both = inspect_run(make_run(tmp_path, data=data), text=str(texts))
+    data = tiny_config(tmp_path).data
+    unmasked = dataclasses.replace(data, document_mask=False)
+    both = inspect_run(make_run(tmp_path / "1", data=unmasked), text=str(texts))
     assert both.tokenizer.decode(both.tokens) == b"shortthe longest of themanother"
-
-
-def test_a_synthetic_task_has_no_text_but_can_be_inspected(tmp_path: Path) -> None:
-    data = dataclasses.replace(tiny_config(tmp_path).data, source="uniform", path=None)
-    run = make_run(tmp_path, data=data)
+    synthetic = dataclasses.replace(data, source="uniform", path=None)
+    run = make_run(tmp_path / "2", data=synthetic)
     assert len(inspect_run(run).tokens) == 64
     with pytest.raises(ValueError, match="--text must be left out for this run"):
-        inspect_run(run, text=str(tmp_path))
+        inspect_run(run, text=str(texts))
 
 
 # --- pictures of selections -----------------------------------------------------------------------
-def layers_of(num_layers: int, num_tokens: int) -> list[LayerFigures]:
-    torch.manual_seed(0)
-    pattern = dataclasses.replace(PATTERN, num_kv_heads=2)
-    model = LanguageModel(dataclasses.replace(MODEL, num_layers=num_layers, nsa=pattern))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    tokens = torch.randint(256, (num_tokens,)).tolist()
-    return inspect_text(model, tokens, queries=[num_tokens - 1])
-
-
 def test_lines_show_bars_and_ranges() -> None:
-    layers = layers_of(2, 170)
+    tokens = torch.randint(256, (1600,), generator=torch.Generator().manual_seed(0)).tolist()
+    layers = inspect_text(model_of(num_kv_heads=2), tokens[:170], queries=[169])
     title, *lines = selection_lines(layers, 169)
     assert title.startswith("blocks selected for token 170 of the text (blocks of 16 tokens")
     for layer, line in zip(layers, lines, strict=True):
-        assert layer.selection is not None
-        heads = layer.selection.ranges[169]
+        heads = selected(layer).ranges[169]
         ((number, bar, ranges),) = re.findall(r"^layer  (\d) \|(.{11})\| (.*)$", line)
         assert int(number) == layer.layer
         counts = [
@@ -162,21 +308,19 @@ def test_lines_show_bars_and_ranges() -> None:
         ]
         assert bar == "".join(" ▒█"[count] for count in counts)
         assert ranges.endswith(":170")
-    (line,) = selection_lines(layers_of(1, 16 * 100), 16 * 100 - 1)[1:]
+    (_, line) = selection_lines(inspect_text(model_of(1), tokens, queries=[1599]), 1599)
     (bar,) = re.findall(r"\|(.{64})\|", line)
-    assert (bar[0] != " ", bar[-1] != " ") == (True, True)
+    assert bar[0] != " " != bar[-1]
 
 
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_heat_maps_are_drawn_for_each_layer(num_layers: int, tmp_path: Path) -> None:
-    layers = layers_of(num_layers, 70)
+    layers = inspect_text(model_of(num_layers), TEXT[:70])
     figure = heat_maps(layers, 70)
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps] == [f"layer {i}" for i in range(num_layers)]
     for axes, layer in zip(maps, layers, strict=True):
-        assert layer.selection is not None
-        image = np.asarray(axes.images[0].get_array())
-        assert np.array_equal(image, layer.selection.heat_map.numpy())
+        assert np.array_equal(np.asarray(axes.images[0].get_array()), selected(layer).heat_map)
     path = tmp_path / "maps.png"
     save_png(figure, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")

@@ -19,8 +19,7 @@ from matplotlib.image import imread
 from nsa import cli
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.page import Curve, curves_figure, loss_plot, plot_losses
-from nsa.train.runs.report import report_page
+from nsa.train.runs.report import Curve, curves_figure, loss_plot, plot_losses, report_page
 from nsa.train.telemetry.metrics import MetricsWriter, Row, read_metrics
 from tests.train.cases import new_trainer, tiny_config
 from tests.train.runs.cases import resumed_run
@@ -102,7 +101,7 @@ def test_a_gpu_larger_steps_and_records_that_disagree(
     page = Page(report_page([folder, larger]))
     assert b"<!-- tokens -->" in page.figures[0]
     assert "no GPU" not in page.shown
-    assert re.search(r"\d+ disagree: metrics.csv: 0 rows, metrics.jsonl has 6", page.shown)
+    assert re.search(r"\d+ disagree: metrics.csv: no column bits_per_byte", page.shown)
     assert "0 of 6" in page.shown, "a run without rows"
 
 
@@ -131,7 +130,7 @@ def test_lines_and_dots_are_the_rows() -> None:
     assert (axes.get_xlabel(), axes.get_title()) == ("tokens", "bits per byte of text")
     assert legend(axes) == ["a", "b"]
     (axes,) = curves_figure(curves[:1], [loss_plot(curves)]).axes
-    assert legend(axes) == ["training", "validation"]
+    assert legend(axes) == ["bits_per_byte", "val_bits_per_byte"]
     without_text = [{"step": 1, "tokens": 9, "loss_nats": 5.0}]
     assert loss_plot([Curve("a", "red", without_text)]).title == "nats per token"
 
