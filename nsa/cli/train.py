@@ -161,7 +161,7 @@ def _run(
 
     with (
         folder.in_use() if processes.is_main else nullcontext("") as remark,
-        RunReport(log, plan.num_steps if plan else config.steps, held=not is_new) as report,
+        RunReport(log, plan.num_steps if plan else config.steps, buffered=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
