@@ -73,7 +73,7 @@ def generate(
 
     has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
     check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
-    rule = "stand without --prompt and --prompt-file"
+    rule = "be given without --prompt and --prompt-file"
     check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
     check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
@@ -81,7 +81,8 @@ def generate(
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
     picture = selection_png or (Path("selection.png") if show_selection else None)
     is_one = picture is None or interactive or len(prompts) == 1
-    check(is_one, "generate", "--show-selection", "go with one prompt", len(prompts))
+    rule = "be left out for several prompts"
+    check(is_one, "generate", "--show-selection", rule, len(prompts))
     check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
@@ -157,11 +158,11 @@ def _from_file(path: Path | None) -> list[str]:
     prompts = []
     for number, line in enumerate(content.replace("\r\n", "\n").split("\n"), start=1):
         text = _field(line) if is_json and line.strip() else line
-        rule = "hold objects with a text under prompt or text"
+        rule = "contain objects with a text under prompt or text"
         check(text is not None, name, argument, rule, f"line {number} of {path}")
         if line.strip():
             prompts.append(text or "")
-    check(bool(prompts), name, argument, "hold a prompt", f"none in {path}")
+    check(bool(prompts), name, argument, "contain a prompt", f"none in {path}")
     return prompts
 
 
