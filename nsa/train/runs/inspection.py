@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -25,7 +25,7 @@ from nsa.lm.recorded import save_selections
 from nsa.module import NativeSparseAttention
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
-from nsa.train.data import Tokenizer, load_tokenizer, open_data
+from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model, read_text
@@ -36,7 +36,6 @@ LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
 HISTOGRAM_BINS = 20
 MAP_SIZE = 128
 _NUM_QUERIES = 8
-_EXCERPT = 60  # characters
 _BAR_WIDTH = 64
 _SHADES = " ░▒▓█"
 _MAPS_PER_ROW = 4
@@ -103,13 +102,11 @@ class Inspection:
     Attributes:
         about: checkpoint and text, as in the JSON.
         tokens: tokens of the text.
-        tokenizer: tokenizer of the run.
         layers: the layers with sparse attention.
     """
 
     about: dict[str, Any]
     tokens: list[int]
-    tokenizer: Tokenizer
     layers: list[Layer]
 
     def lines(self) -> Iterator[str]:
@@ -263,7 +260,7 @@ def _heat_map(ids: NDArray[np.int64], size: int, first_query: int) -> NDArray[np
     return hits / possible.astype(np.float32)
 
 
-def merged(ranges: Any) -> list[Range]:
+def merged(ranges: Iterable[Range]) -> list[Range]:
     """Union of token ranges, ascending, without adjacent or overlapping ranges."""
     found = list[Range]()
     for start, end in sorted(ranges):
@@ -316,7 +313,7 @@ def inspect_run(
         "num_tokens": len(tokens),
         "gate_quantiles": list(QUANTILES),
     }
-    return Inspection(about, tokens, load_tokenizer(folder.tokenizer), layers)
+    return Inspection(about, tokens, layers)
 
 
 def _tokens(
@@ -364,68 +361,45 @@ def inspection_page(found: Inspection) -> str:
     layers = found.layers
     head = ["layer", *(f"gate {branch}, mean" for branch in layers[0].gates)]
     rows = [[x.layer, *(round(gates["mean"], 4) for gates in x.gates.values())] for x in layers]
-    sections = {"Summary": "", "Selected blocks": ""}
+    parts = dict[str, str]()
     selections = [x.selection for x in layers if x.selection is not None]
     if selections:
         head += ["selected keys a query", "distance, tokens", "shared with the query before"]
-        rows = [
-            [*row, *(round(value, 4) for value in _summary(one))]
-            for row, one in zip(rows, selections, strict=True)
-        ]
-        sections["Selected blocks"] = figure_element(
+        for row, one in zip(rows, selections, strict=True):
+            row += [round(value, 4) for value in _summary(one)]
+        parts["Selected blocks"] = figure_element(
             heat_maps(layers, len(found.tokens)),
             "Share of the blocks in a part of the text (to the right) that the queries in a part "
             "of it (downwards) selected, over all KV heads.",
         )
-        sections["Ranges of the last query"] = _ranges(found)
-        lags = [str(one["lag_tokens"]) for one in selections[0].figures["overlap"]]
-        counts = [one.figures["distance_counts"] for one in selections]
+        figures = [one.figures for one in selections]
+        counts = [one["distance_counts"] for one in figures]
         panels = {
             "selected blocks by distance, tokens": (
-                [f"{tokens:,}" for tokens in selections[0].figures["distance_tokens"]],
+                [f"{tokens:,}" for tokens in figures[0]["distance_tokens"]],
                 [[count / sum(each) for count in each] for each in counts],
             ),
             "blocks shared with the query so many tokens before": (
-                lags,
-                [[each["share"] for each in one.figures["overlap"]] for one in selections],
+                [str(each["lag_tokens"]) for each in figures[0]["overlap"]],
+                [[each["share"] for each in one["overlap"]] for one in figures],
             ),
         }
-        sections["Distance and overlap"] = figure_element(
+        parts["Distance and overlap"] = figure_element(
             _panels(layers, panels),
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
-    else:
-        del sections["Selected blocks"]
-    sections["Summary"] = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"
     bins = [(part + 0.5) / HISTOGRAM_BINS for part in range(HISTOGRAM_BINS)]
     histograms = {
         f"gate {branch}": (bins, [layer.gates[branch]["histogram"] for layer in layers])
         for branch in layers[0].gates
     }
-    sections["Gates"] = figure_element(
+    parts["Gates"] = figure_element(
         _panels(layers, histograms),
         "Distribution of the gates of each branch over tokens and query heads.",
     )
-    return page(f"Inspection of {found.about['run']}", sections)
-
-
-def _ranges(found: Inspection) -> str:
-    query, rows = len(found.tokens) - 1, list[list[object]]()
-    for layer, ranges in _merged_ranges(found.layers, query):
-        for start, end in ranges:
-            text = found.tokenizer.decode(found.tokens[start:end]).decode(errors="replace")
-            shown = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
-            rows.append([layer, f"{start:,} to {end - 1:,}", shown])
-    return table(("layer", "tokens that any KV head selected", "text"), rows)
-
-
-def _merged_ranges(layers: Sequence[Layer], query: int) -> Iterator[tuple[int, list[Range]]]:
-    """Ranges of a query in each layer, over all KV heads."""
-    for layer in layers:
-        assert layer.selection is not None
-        heads = layer.selection.ranges[query]
-        yield layer.layer, merged(piece for head in heads for piece in head)
+    summary = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"
+    return page(f"Inspection of {found.about['run']}", {"Summary": summary, **parts})
 
 
 def _panels(
@@ -469,15 +443,17 @@ def selection_lines(layers: Sequence[Layer], query: int) -> Iterator[str]:
         layers: layers with the ranges of this query.
         query: position of the query.
     """
-    for number, (layer, ranges) in enumerate(_merged_ranges(layers, query)):
-        selection = layers[number].selection
+    for layer in layers:
+        selection = layer.selection
         assert selection is not None
         size = selection.figures["block_size"]
-        if number == 0:
+        if layer is layers[0]:
             title = f"blocks selected for token {query + 1:,} of the text"
             yield f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)"
         bar = _bar(selection.blocks[query].tolist(), query // size + 1)
-        yield f"layer {layer:2} |{bar}| {' '.join(f'{start}:{end}' for start, end in ranges)}"
+        ranges = merged(piece for head in selection.ranges[query] for piece in head)
+        shown = " ".join(f"{start}:{end}" for start, end in ranges)
+        yield f"layer {layer.layer:2} |{bar}| {shown}"
 
 
 def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:

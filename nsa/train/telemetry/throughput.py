@@ -67,7 +67,7 @@ def memory_row(device: torch.device) -> dict[str, float]:
 def utilisation_row(device: torch.device) -> dict[str, float]:
     """Metric of the utilisation of a GPU; empty on a CPU and if the driver does not report it.
 
-    The driver reports it through nvidia-ml-py, which a run does not need; ``nsa doctor`` checks it.
+    The driver reports it through nvidia-ml-py, which a run does not need.
 
     Args:
         device: device of the run; nothing waits for it.
