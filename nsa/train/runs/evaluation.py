@@ -187,11 +187,8 @@ def evaluate_run(
             yield Finding(_repeats(found), {name: found})
 
     model, step = load_model(config.model, path, on)
-    parameters, about = model.num_parameters()["total"], {"run": str(folder.path), "step": step}
-    about |= {"device": on.type, "compute_dtype": config.compute_dtype}
-    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
-    line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
-    yield Finding(line.format(**about), about)
+    about = {"run": str(folder.path), "step": step, "device": on.type}
+    yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
     yield from _totals(result, part, number)
@@ -210,6 +207,13 @@ def evaluate_run(
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss, part.windows))
         yield from repeats("against_repeats", loss)
+
+
+def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
+    parameters = model.num_parameters()["total"]
+    yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
+    line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
+    yield Finding(line.format(**about), about)
 
 
 def _text(

@@ -36,14 +36,6 @@ def test_sound_run_agrees(sound: RunFolder, capsys: pytest.CaptureFixture[str]) 
     assert read_scalars(sound).keys() == {2, 4, 5, 6, 8, 10, 12}
 
 
-def test_a_run_on_synthetic_data_agrees(tmp_path: Path) -> None:
-    """Its rows contain a truth value, which the CSV spells like JSON."""
-    trainer = new_trainer(tmp_path, steps=2, data=DataConfig(source="copy"))
-    trainer.run()
-    assert "true" in trainer.run_folder.metrics_csv.read_text()
-    assert check_run(trainer.run_folder)[1] == []
-
-
 def event_files(folder: RunFolder) -> list[Path]:
     """Event files in the order in which this process wrote them."""
     return sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
@@ -116,7 +108,11 @@ def test_disagreement_is_found(
     assert cli.main(["check", str(folder.path)]) == 1
 
 
-def test_run_without_rows(tmp_path: Path) -> None:
+def test_runs_on_synthetic_data_and_without_rows(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path, "synthetic", steps=2, data=DataConfig(source="copy"))
+    trainer.run()
+    assert "true" in trainer.run_folder.metrics_csv.read_text()  # spelled as in JSON
+    assert check_run(trainer.run_folder)[1] == []
     folder = new_trainer(tmp_path).run_folder
     assert check_run(folder) == ([], ["metrics.jsonl: no rows"])
     folder.metrics_jsonl.unlink()  # a run that ended while it prepared its data
