@@ -29,7 +29,8 @@ from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model, read_text
-from nsa.train.runs.report import figure_element, page, shades, table
+from nsa.train.runs.report import Plot, figure_element, layers_figure, page, table
+from nsa.train.telemetry.metrics import Row
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
@@ -358,65 +359,50 @@ def _summary(selection: Selection) -> tuple[float, float, float]:
 # --- the page -------------------------------------------------------------------------------------
 def inspection_page(found: Inspection) -> str:
     """Return the page as HTML; it needs no other file."""
-    layers = found.layers
+    layers, numbers = found.layers, [layer.layer for layer in found.layers]
+    curves = [row for layer in layers for row in _curves(layer)]
     head = ["layer", *(f"gate {branch}, mean" for branch in layers[0].gates)]
     rows = [[x.layer, *(round(gates["mean"], 4) for gates in x.gates.values())] for x in layers]
     parts = dict[str, str]()
-    selections = [x.selection for x in layers if x.selection is not None]
-    if selections:
+    if layers[0].selection is not None:
         head += ["selected keys a query", "distance, tokens", "shared with the query before"]
-        for row, one in zip(rows, selections, strict=True):
-            row += [round(value, 4) for value in _summary(one)]
+        for row, layer in zip(rows, layers, strict=True):
+            if layer.selection is not None:
+                row += [round(value, 4) for value in _summary(layer.selection)]
         parts["Selected blocks"] = figure_element(
             heat_maps(layers, len(found.tokens)),
             "Share of the blocks in a part of the text (to the right) that the queries in a part "
             "of it (downwards) selected, over all KV heads.",
         )
-        figures = [one.figures for one in selections]
-        counts = [one["distance_counts"] for one in figures]
-        panels = {
-            "selected blocks by distance, tokens": (
-                [f"{tokens:,}" for tokens in figures[0]["distance_tokens"]],
-                [[count / sum(each) for count in each] for each in counts],
-            ),
-            "blocks shared with the query so many tokens before": (
-                [str(each["lag_tokens"]) for each in figures[0]["overlap"]],
-                [[each["share"] for each in one["overlap"]] for one in figures],
-            ),
-        }
+        plots = [Plot("blocks by distance", "distance"), Plot("blocks shared", "shared")]
         parts["Distance and overlap"] = figure_element(
-            _panels(layers, panels),
+            layers_figure(curves, numbers, plots, "tokens before the query"),
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
-    bins = [(part + 0.5) / HISTOGRAM_BINS for part in range(HISTOGRAM_BINS)]
-    histograms = {
-        f"gate {branch}": (bins, [layer.gates[branch]["histogram"] for layer in layers])
-        for branch in layers[0].gates
-    }
+    plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in layers[0].gates]
     parts["Gates"] = figure_element(
-        _panels(layers, histograms),
+        layers_figure(curves, numbers, plots, "gate, percent"),
         "Distribution of the gates of each branch over tokens and query heads.",
     )
     summary = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"
     return page(f"Inspection of {found.about['run']}", {"Summary": summary, **parts})
 
 
-def _panels(
-    layers: Sequence[Layer], panels: dict[str, tuple[Sequence[Any], Sequence[Sequence[float]]]]
-) -> Figure:
-    """Plots next to each other, each with its title and a curve for each layer."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    every = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, (x, curves)) in zip(every, panels.items(), strict=True):
-        for layer, colour, y in zip(layers, shades(len(layers)), curves, strict=True):
-            axes.plot(x, y, color=colour, label=f"layer {layer.layer}", marker=".", linewidth=1.2)
-        axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        if len(layers) <= 12:
-            axes.legend(fontsize=7)
-    return figure
+def _curves(layer: Layer) -> Iterator[Row]:
+    """Points of the curves of a layer, as rows of metrics."""
+    end = f"_layer_{layer.layer}"
+    for branch, gates in layer.gates.items():
+        for part, share in enumerate(gates["histogram"]):
+            yield {"step": 100 * part // HISTOGRAM_BINS, f"gate_{branch}{end}": share}
+    if layer.selection is None:
+        return
+    figures = layer.selection.figures
+    counts = figures["distance_counts"]
+    for tokens, count in zip(figures["distance_tokens"], counts, strict=True):
+        yield {"step": tokens, f"distance{end}": count / sum(counts)}
+    for one in figures["overlap"]:
+        yield {"step": one["lag_tokens"], f"shared{end}": one["share"]}
 
 
 # --- selections of one query ----------------------------------------------------------------------

@@ -409,10 +409,29 @@ def _figure(runs: Sequence[_Run], section: _Section) -> str:
     return figure_element(figure, f"{section.caption} {marks}")
 
 
-def shades(number: int) -> list[Any]:
-    """Colours of layers, dark to light; the lightest one is left out because it is invisible."""
-    colours = mpl.colormaps["viridis"].resampled(number + 1)
-    return [colours(layer) for layer in range(number)]
+def layers_figure(
+    rows: Sequence[Row],
+    layers: Sequence[int],
+    plots: Sequence[Plot],
+    unit: str = "optimizer steps",
+) -> Figure:
+    """Draw metrics of layers, dark to light from the first layer to the last.
+
+    Args:
+        rows: rows of metrics whose names end in ``_layer_<n>``.
+        layers: indices of the layers.
+        plots: the plots, with names of metrics without this end.
+        unit: unit of the horizontal axis.
+    """
+    colours = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
+    curves = [
+        Curve(f"layer {layer}", colours(number), rows, suffix=f"_layer_{layer}")
+        for number, layer in enumerate(layers)
+    ]
+    figure = curves_figure(curves, plots, unit)
+    for axes in figure.axes:
+        axes.set_ylim(bottom=0)
+    return figure
 
 
 def _layers(runs: Sequence[_Run], section: _Section) -> str:
@@ -422,17 +441,8 @@ def _layers(runs: Sequence[_Run], section: _Section) -> str:
         pattern = re.compile(rf"{section.plots[-1].line}_layer_(\d+)")
         found = (pattern.fullmatch(name) for row in run.rows for name in row)
         layers = sorted({int(match[1]) for match in found if match})
-        if not layers:
-            continue
-        figure = curves_figure(
-            [
-                Curve(f"layer {layer}", colour, run.rows, suffix=f"_layer_{layer}")
-                for layer, colour in zip(layers, shades(len(layers)), strict=True)
-            ],
-            section.plots,
-        )
-        for axes in figure.axes:
-            axes.set_ylim(bottom=0)
-        caption = f"{section.caption} Dark to light from the first layer to the last."
-        parts.append(f"<h3>{escape(run.name)}</h3>\n{figure_element(figure, caption)}")
+        if layers:
+            figure = layers_figure(run.rows, layers, section.plots)
+            caption = f"{section.caption} Dark to light from the first layer to the last."
+            parts.append(f"<h3>{escape(run.name)}</h3>\n{figure_element(figure, caption)}")
     return "".join(parts)
