@@ -92,7 +92,7 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal
     with monkeypatch.context() as patch:
         fails_at(3, no_memory, patch)
         line = refusal(TRAIN)
-    said, _, command = line.partition(" Go on with: nsa ")
+    said, _, command = line.partition(" Continue with: nsa ")
     assert said == f"nsa: {START}The last checkpoint is run/checkpoints/step-00000002."
     first, _, second = command.partition(" or ")
     assert second == "--checkpointing.policy full (slower)"
@@ -162,8 +162,8 @@ def test_what_was_in_use(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert memory_use(torch.OutOfMemoryError(WORDS)) == (
-        "out of memory on NVIDIA Test with 24.0 GiB: 22.0 GiB held by PyTorch, at most 20.0 GiB in "
-        "tensors, 0.5 GiB free; 2.50 GiB more were asked for"
+        "out of memory on NVIDIA Test with 24.0 GiB: 22.0 GiB reserved by PyTorch, at most "
+        "20.0 GiB in tensors, 0.5 GiB free; 2.50 GiB more were asked for"
     )
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     free = 4 * count
     nsa("eval run")
     free = 8 * count
-    check_fits("train", MODEL, torch.device("cpu"), shares=2)
+    check_fits("train", MODEL, torch.device("cpu"), parts=2)
 
 
 def test_free_memory_of_a_machine_and_of_a_container(tmp_path, monkeypatch):

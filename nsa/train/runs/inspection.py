@@ -187,7 +187,7 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
         gates: ``[T, Hq, 3]``, order (cmp, slc, win).
         config: the sparse pattern.
     """
-    found = {}
+    found = dict[str, dict[str, Any]]()
     for branch in config.branches:
         values = gates[..., BRANCHES.index(branch)].float()
         ordered = values.flatten().sort().values

@@ -81,7 +81,7 @@ def test_following_ends_with_the_run(
         def sleep(seconds: float) -> None:
             nonlocal waits
             waits += 1
-            assert waits < 20, "it goes on without a run"
+            assert waits < 20, "it continues without a run"
             assert folder.is_in_use() == (waits <= 5)
             if waits == 5:
                 shutil.copy(tmp_path / "other" / "metrics.jsonl", path)

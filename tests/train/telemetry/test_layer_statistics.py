@@ -96,9 +96,9 @@ def test_statistics_are_those_of_a_slow_count(changes: dict[str, Any]) -> None:
     branches = model.config.nsa.branches
     columns = [BRANCHES.index(branch) for branch in branches]
     counts = [slow_count(*each, columns) for each in used[:2]]
-    for layer, expected in enumerate(counts):
+    for number, expected in enumerate(counts):
         for name, value in expected.items():
-            assert row[f"{name}_layer_{layer}"] == pytest.approx(value, rel=1e-6), name
+            assert row[f"{name}_layer_{number}"] == pytest.approx(value, rel=1e-6), name
     ways: dict[str, Any] = {"selected_min_tokens": min, "selected_max_tokens": max}
     ways["selected_reference_calls"] = sum
     for name in counts[0]:
