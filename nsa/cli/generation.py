@@ -259,10 +259,9 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
     # The model reads the text again, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]
     tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
-    last = len(tokens) - 1
     with autocast(model.embedding.weight.device, generation.compute_dtype):
-        layers = inspect_text(model, tokens, queries=[last], first_query=prompt_len - 1)
-    for line in selection_lines(layers, last):
+        layers = inspect_text(model, tokens)
+    for line in selection_lines(layers):
         print(line, file=sys.stderr)
-    save_png(heat_maps(layers, len(tokens)), picture)
+    save_png(heat_maps(layers, prompt_len - 1), picture)
     print(f"heat maps: {picture}", file=sys.stderr)

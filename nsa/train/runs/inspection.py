@@ -45,32 +45,6 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Selected blocks of a layer.
-
-    Attributes:
-        figures: ``block_size``; ``keys_mean``, visible selected keys of a query, mean over queries
-            and KV heads; ``distance_mean``, mean distance from a query back to these keys, tokens;
-            ``distance_tokens`` and ``distance_counts``, lower bounds of bins 0, 1, 2, 4, .. blocks
-            before the query's own, in tokens, and the number of selected blocks in each bin;
-            ``overlap``, fraction of a query's blocks that the query ``lag_tokens`` before it also
-            selected, per KV head.
-        ranges: selected blocks of some queries by position, for each KV head as token ranges
-            ``[start, end)``, adjacent blocks merged.
-        heat_map: fp32 ``[rows, columns]``, fraction of the blocks in an interval of the text
-            (columns) that the queries in an interval (rows) selected, over KV heads.
-        first_query: position of the query in the first row.
-        blocks: block indices int32 ``[T, Hkv, n]`` on the CPU, -1 for unused entries.
-    """
-
-    figures: dict[str, Any]
-    ranges: dict[int, list[list[Range]]]
-    heat_map: NDArray[np.float32]
-    first_query: int
-    blocks: Tensor
-
-
-@dataclass(frozen=True)
 class Layer:
     """Gates and selection of a layer on a text.
 
@@ -79,21 +53,22 @@ class Layer:
         gates: by enabled branch over all tokens and query heads: ``mean``; ``quantiles`` at
             :data:`QUANTILES`, by nearest rank; ``histogram``, fraction in each of
             ``HISTOGRAM_BINS`` equal parts of 0 to 1; ``head_means``.
-        selection: blocks of the selected branch, None if it is disabled.
+        selection: None if the selected branch is disabled, otherwise ``block_size``;
+            ``keys_mean``, visible selected keys of a query, mean over queries and KV heads;
+            ``distance_mean``, mean distance from a query back to these keys, tokens;
+            ``distance_tokens`` and ``distance_counts``, lower bounds of bins 0, 1, 2, 4, .. blocks
+            before the query's own, in tokens, and the number of selected blocks in each bin;
+            ``overlap``, fraction of a query's blocks that the query ``lag_tokens`` before it also
+            selected, per KV head; ``ranges`` of some queries, selected blocks of each KV head as
+            token ranges ``[start, end)``, adjacent blocks merged.
+        blocks: block indices int32 ``[T, Hkv, n]`` on the CPU, -1 for unused entries; without
+            entries if the selected branch is disabled.
     """
 
     layer: int
     gates: dict[str, dict[str, Any]]
-    selection: Selection | None
-
-    def json(self) -> dict[str, Any]:
-        """Everything except the heat map and the blocks."""
-        selection = None
-        if self.selection is not None:
-            ranges = self.selection.ranges.items()
-            listed = [{"query": query, "kv_heads": heads} for query, heads in ranges]
-            selection = {**self.selection.figures, "ranges": listed}
-        return {"layer": self.layer, "gates": self.gates, "selection": selection}
+    selection: dict[str, Any] | None
+    blocks: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -123,8 +98,10 @@ class Inspection:
             yield line
 
     def json(self) -> dict[str, Any]:
-        """All values except heat maps and blocks."""
-        return {**self.about, "layers": [layer.json() for layer in self.layers]}
+        """All values except the blocks."""
+        names = ("layer", "gates", "selection")
+        layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
+        return {**self.about, "layers": layers}
 
     def record(self, path: Path) -> None:
         """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
@@ -132,10 +109,12 @@ class Inspection:
         Raises:
             UserError: the selected branch is disabled.
         """
-        found = [layer.selection for layer in self.layers if layer.selection is not None]
+        found = [layer for layer in self.layers if layer.selection is not None]
         rule = "be given for a model with the selected branch"
         check(bool(found), "inspect", "--record", rule, path)
-        save_selections(path, [each.blocks for each in found], found[0].figures["block_size"])
+        assert found[0].selection is not None
+        blocks = [torch.from_numpy(layer.blocks) for layer in found]
+        save_selections(path, blocks, found[0].selection["block_size"])
 
 
 @torch.no_grad()
@@ -144,7 +123,6 @@ def inspect_text(
     tokens: Sequence[int],
     *,
     queries: Sequence[int] = (),
-    first_query: int = 0,
 ) -> list[Layer]:
     """Return gates and selection of each sparse layer on one text.
 
@@ -152,7 +130,6 @@ def inspect_text(
         model: the language model, not compiled; call this under autocast if it was trained so.
         tokens: tokens of the text, at least one.
         queries: positions whose ranges are returned.
-        first_query: first position in the heat map.
 
     Returns:
         The sparse layers; none for a dense model.
@@ -160,10 +137,11 @@ def inspect_text(
     found = list[Layer]()
 
     def observe(layer: int, config: NSAConfig, gates: Tensor, blocks: Tensor | None) -> None:
-        selection = None
+        ids, selection = np.empty((0, 0, 0), np.int32), None
         if blocks is not None:
-            selection = selection_of(blocks, config.block_size, queries, first_query)
-        found.append(Layer(layer, gate_figures(gates, config), selection))
+            ids = blocks.cpu().numpy()
+            selection = selection_figures(ids, config.block_size, queries)
+        found.append(Layer(layer, gate_figures(gates, config), selection, ids))
 
     layers = [layer.attention for layer in model.decoder_layers()]
     was_training = model.training
@@ -202,27 +180,24 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
     return found
 
 
-def selection_of(
-    blocks: Tensor, size: int, queries: Sequence[int] = (), first_query: int = 0
-) -> Selection:
-    """Describe the blocks that the queries of one text selected.
+def selection_figures(
+    blocks: NDArray[np.int32], size: int, queries: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Values of :class:`Layer` for the blocks that the queries of one text selected.
 
     Args:
-        blocks: block indices int32 ``[T, Hkv, n]``, -1 for unused entries.
+        blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
         size: tokens of a block.
         queries: positions whose ranges are returned.
-        first_query: first position in the heat map.
     """
-    blocks = blocks.cpu()
-    ids = blocks.long().numpy()
+    ids = blocks.astype(np.int64)
     num_tokens, heads, _ = ids.shape
-    num_blocks = -(-num_tokens // size)
     position, present = np.arange(num_tokens)[:, None, None], ids >= 0
-    edges = [1 << power for power in range(max(num_blocks - 1, 0).bit_length())]
+    edges = [1 << power for power in range(((num_tokens - 1) // size).bit_length())]
     bins = np.digitize((position // size - ids)[present], edges)
     seen = np.minimum(position + 1 - ids * size, size) * present
     distances = (seen * (position - ids * size) - seen * (seen - 1) // 2).sum()
-    figures = {
+    return {
         "block_size": size,
         "keys_mean": int(seen.sum()) / (num_tokens * heads),
         "distance_mean": int(distances) / int(seen.sum()),
@@ -231,15 +206,11 @@ def selection_of(
         "overlap": [
             {"lag_tokens": lag, "share": _overlap(ids, lag)} for lag in LAGS if lag < num_tokens
         ],
+        "ranges": [
+            {"query": query, "kv_heads": [_ranges([head], query, size) for head in ids[query]]}
+            for query in queries
+        ],
     }
-    ranges = {
-        query: [
-            merged((i * size, min(i * size + size, query + 1)) for i in head if i >= 0)
-            for head in ids[query].tolist()
-        ]
-        for query in queries
-    }
-    return Selection(figures, ranges, _heat_map(ids, size, first_query), first_query, blocks)
 
 
 def _overlap(ids: NDArray[np.int64], lag: int) -> float:
@@ -249,27 +220,37 @@ def _overlap(ids: NDArray[np.int64], lag: int) -> float:
     return int(shared) / int((now >= 0).sum())
 
 
-def _heat_map(ids: NDArray[np.int64], size: int, first_query: int) -> NDArray[np.float32]:
-    num_tokens, heads, _ = ids.shape
+def _ranges(heads: Iterable[Iterable[int]], query: int, size: int) -> list[Range]:
+    """Token ranges that any of some KV heads selected, ascending, adjacent blocks merged."""
+    found = list[Range]()
+    for block in sorted({int(block) for head in heads for block in head} - {-1}):
+        start, end = block * size, min(block * size + size, query + 1)
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found
+
+
+def heat_map(blocks: NDArray[np.int32], size: int, first_query: int) -> NDArray[np.float32]:
+    """Fraction of the blocks in an interval of a text that queries in an interval selected.
+
+    Args:
+        blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
+        size: tokens of a block.
+        first_query: position of the query in the first row.
+
+    Returns:
+        ``[rows, columns]``, intervals of queries and of blocks, over all KV heads.
+    """
+    num_tokens, heads, _ = blocks.shape
     num_queries, num_blocks = num_tokens - first_query, -(-num_tokens // size)
     rows, columns = min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)
     row = np.arange(num_queries) * rows // num_queries
     column = np.arange(num_blocks) * columns // num_blocks
-    hits, shown = np.zeros((rows, columns), np.float32), ids[first_query:]
+    hits, shown = np.zeros((rows, columns), np.float32), blocks[first_query:]
     np.add.at(hits, (np.broadcast_to(row[:, None, None], shown.shape), column[shown]), shown >= 0)
     possible = np.outer(np.bincount(row), np.bincount(column)) * heads
     return hits / possible.astype(np.float32)
-
-
-def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Union of token ranges, ascending, without adjacent or overlapping ranges."""
-    found = list[Range]()
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -349,11 +330,10 @@ def _about(found: Inspection) -> str:
     ).format(**found.about)
 
 
-def _summary(selection: Selection) -> tuple[float, float, float]:
+def _summary(selection: dict[str, Any]) -> tuple[float, float, float]:
     """Keys of a query, their distance, and the overlap with the query before."""
-    figures = selection.figures
-    shared = figures["overlap"][0]["share"] if figures["overlap"] else 0.0
-    return figures["keys_mean"], figures["distance_mean"], shared
+    shared = selection["overlap"][0]["share"] if selection["overlap"] else 0.0
+    return selection["keys_mean"], selection["distance_mean"], shared
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -370,7 +350,7 @@ def inspection_page(found: Inspection) -> str:
             if layer.selection is not None:
                 row += [round(value, 4) for value in _summary(layer.selection)]
         parts["Selected blocks"] = figure_element(
-            heat_maps(layers, len(found.tokens)),
+            heat_maps(layers),
             "Share of the blocks in a part of the text (to the right) that the queries in a part "
             "of it (downwards) selected, over all KV heads.",
         )
@@ -397,7 +377,7 @@ def _curves(layer: Layer) -> Iterator[Row]:
             yield {"step": 100 * part // HISTOGRAM_BINS, f"gate_{branch}{end}": share}
     if layer.selection is None:
         return
-    figures = layer.selection.figures
+    figures = layer.selection
     counts = figures["distance_counts"]
     for tokens, count in zip(figures["distance_tokens"], counts, strict=True):
         yield {"step": tokens, f"distance{end}": count / sum(counts)}
@@ -422,24 +402,16 @@ def check_selects(function: str, argument: str, config: LMConfig) -> None:
     check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
 
 
-def selection_lines(layers: Sequence[Layer], query: int) -> Iterator[str]:
-    """Lines that show the blocks of one query in each layer: a bar and the merged token ranges.
-
-    Args:
-        layers: layers with the ranges of this query.
-        query: position of the query.
-    """
-    for layer in layers:
-        selection = layer.selection
-        assert selection is not None
-        size = selection.figures["block_size"]
-        if layer is layers[0]:
+def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
+    """Lines that show the blocks of the last query in each layer: a bar and the token ranges."""
+    for number, layer in enumerate(layers):
+        assert layer.selection is not None
+        size, query, heads = layer.selection["block_size"], len(layer.blocks) - 1, layer.blocks[-1]
+        if number == 0:
             title = f"blocks selected for token {query + 1:,} of the text"
             yield f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)"
-        bar = _bar(selection.blocks[query].tolist(), query // size + 1)
-        ranges = merged(piece for head in selection.ranges[query] for piece in head)
-        shown = " ".join(f"{start}:{end}" for start, end in ranges)
-        yield f"layer {layer.layer:2} |{bar}| {shown}"
+        ranges = " ".join(f"{start}:{end}" for start, end in _ranges(heads, query, size))
+        yield f"layer {layer.layer:2} |{_bar(heads.tolist(), query // size + 1)}| {ranges}"
 
 
 def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:
@@ -452,29 +424,28 @@ def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:
     return "".join(_SHADES[ceil(one * (len(_SHADES) - 1))] for one in fractions)
 
 
-def heat_maps(layers: Sequence[Layer], num_tokens: int) -> Figure:
+def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
     """Draw a heat map for each layer: queries downwards, keys to the right.
 
     Args:
         layers: layers with selected blocks, at least one.
-        num_tokens: tokens of the text.
+        first_query: position of the query in the first row.
     """
     across = min(len(layers), _MAPS_PER_ROW)
     down = -(-len(layers) // across)
     figure = Figure(figsize=(3.2 * across + 1, 2.8 * down + 0.4), layout="constrained")
     every = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for axes, layer in zip(every, layers, strict=False):
-        selection = layer.selection
-        assert selection is not None
-        size = selection.figures["block_size"]
+        assert layer.selection is not None
+        size, num_tokens = layer.selection["block_size"], len(layer.blocks)
         image = axes.imshow(
-            selection.heat_map,
+            heat_map(layer.blocks, size, first_query),
             vmin=0,
             vmax=1,
             cmap="viridis",
             aspect="auto",
             interpolation="nearest",
-            extent=(0, -(-num_tokens // size) * size, num_tokens, selection.first_query),
+            extent=(0, -(-num_tokens // size) * size, num_tokens, first_query),
         )
         axes.set_title(f"layer {layer.layer}", fontsize=9)
     for axes in every[len(layers) :]:

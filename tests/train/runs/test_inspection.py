@@ -23,18 +23,16 @@ from nsa.train.runs.inspection import (
     HISTOGRAM_BINS,
     MAP_SIZE,
     QUANTILES,
-    Layer,
-    Selection,
     gate_figures,
+    heat_map,
     heat_maps,
     inspect_run,
     inspect_text,
     inspection_page,
+    selection_figures,
     selection_lines,
-    selection_of,
 )
 from nsa.train.runs.report import save_png
-from nsa.train.telemetry.layer_statistics import LayerStatistics
 from tests.train.cases import MODEL, PATTERN, new_trainer, tiny_config
 from tests.train.runs.test_report import SVG, Page
 
@@ -49,11 +47,6 @@ def model_of(num_layers: int = 2, **changes: Any) -> LanguageModel:
     for parameter in model.parameters():  # larger than at the start, so that selections differ
         torch.nn.init.normal_(parameter, std=0.3) if parameter.requires_grad else None
     return model
-
-
-def selected(layer: Layer) -> Selection:
-    assert layer.selection is not None
-    return layer.selection
 
 
 def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
@@ -80,9 +73,10 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
     model, inputs = model_of(**changes), list[Tensor]()
     for layer in model.decoder_layers():
         layer.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    before = model(torch.tensor(TEXT))
+    before = model.train()(torch.tensor(TEXT))
     inputs.clear()
     found = inspect_text(model, TEXT)
+    assert model.training
     assert [layer.layer for layer in found] == [0, 1]
     for x, one, layer in zip(inputs, found, model.decoder_layers(), strict=True):
         attention = layer.attention
@@ -92,31 +86,10 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
             assert one.gates[branch]["head_means"] == pytest.approx(gates["head_means"], rel=1e-5)
         assert (one.selection is None) == ("slc" not in attention.config.branches)
         if one.selection is not None:
-            assert torch.equal(one.selection.blocks, attention.choose_blocks(x))
+            assert np.array_equal(one.blocks, attention.choose_blocks(x).numpy())
         assert attention.observer is None
     assert torch.equal(model(torch.tensor(TEXT)), before)
-
-
-def test_statistics_agree_with_the_telemetry_of_training() -> None:
     assert inspect_text(LanguageModel(dataclasses.replace(MODEL, attention="dense")), TEXT) == []
-    model = model_of(num_kv_heads=2).train()
-    layers = inspect_text(model, TEXT)
-    assert model.training
-    statistics = LayerStatistics(model)
-    statistics.start()
-    model.hidden_states(torch.tensor(TEXT))
-    statistics.stop(lambda sums: sums, lambda sums: sums)
-    row = statistics.row()
-    for layer in layers:
-        figures = selected(layer).figures
-        expected = {
-            "selected_tokens": figures["keys_mean"],
-            "selected_distance_tokens": figures["distance_mean"],
-            "selected_overlap": figures["overlap"][0]["share"],
-            **{f"gate_{name}_mean": gates["mean"] for name, gates in layer.gates.items()},
-        }
-        for name, value in expected.items():
-            assert value == pytest.approx(row[f"{name}_layer_{layer.layer}"], rel=1e-5), name
 
 
 @pytest.mark.parametrize(("num_tokens", "first"), [(330, 40), (16 * 300, 16 * 300 - 1)])
@@ -124,28 +97,37 @@ def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
     """In the longer text a column of the heat map is several blocks."""
     lag, queries, num_blocks = 8, [0, 15, 16, 100, 329], -(-num_tokens // SIZE)
     blocks = random_blocks(num_tokens, 2)
-    found = selection_of(blocks, SIZE, queries, first)
+    found = selection_figures(blocks.numpy(), SIZE, queries)
     back = ((torch.arange(num_tokens)[:, None, None] // SIZE - blocks) * SIZE)[blocks >= 0]
-    assert found.figures["distance_tokens"][:6] == [0, 16, 32, 64, 128, 256]
-    bins = [*found.figures["distance_tokens"], 10**9]
-    assert found.figures["distance_counts"] == [
+    assert found["distance_tokens"][:6] == [0, 16, 32, 64, 128, 256]
+    bins = [*found["distance_tokens"], 10**9]
+    assert found["distance_counts"] == [
         int(((low <= back) & (back < high)).sum()) for low, high in itertools.pairwise(bins)
     ]
     sets = [[{*head} - {-1} for head in query] for query in blocks.tolist()]
+    distances = [
+        t - key
+        for t, query in enumerate(sets)
+        for block in itertools.chain(*query)
+        for key in range(block * SIZE, min(block * SIZE + SIZE, t + 1))
+    ]
+    assert found["keys_mean"] == pytest.approx(len(distances) / num_tokens / 2)
+    assert found["distance_mean"] == pytest.approx(sum(distances) / len(distances))
     pairs = [
         (now, then)
         for t in range(lag, num_tokens)
         for now, then in zip(sets[t], sets[t - lag], strict=True)
     ]
     share = sum(len(now & then) for now, then in pairs) / sum(len(now) for now, _ in pairs)
-    shares = {one["lag_tokens"]: one["share"] for one in found.figures["overlap"]}
+    shares = {one["lag_tokens"]: one["share"] for one in found["overlap"]}
     assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
     assert shares[lag] == pytest.approx(share)
-    for query, head in itertools.product(queries, range(2)):
-        ranges = found.ranges[query][head]
-        expected = {t for t in range(query + 1) if t // SIZE in sets[query][head]}
-        assert {t for start, end in ranges for t in range(start, end)} == expected
-        assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent ones are merged"
+    assert [one["query"] for one in found["ranges"]] == queries
+    for query, one in zip(queries, found["ranges"], strict=True):
+        for ranges, chosen in zip(one["kv_heads"], sets[query], strict=True):
+            expected = {t for t in range(query + 1) if t // SIZE in chosen}
+            assert {t for start, end in ranges for t in range(start, end)} == expected
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent: merged"
     num_queries = num_tokens - first
     hits = np.zeros((min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)))
     rows = [(t - first) * len(hits) // num_queries for t in range(first, num_tokens)]
@@ -153,19 +135,20 @@ def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
     for t, row in enumerate(rows, start=first):
         for column in [columns[block] for head in sets[t] for block in head]:
             hits[row, column] += 1 / 2 / rows.count(row) / columns.count(column)
-    np.testing.assert_allclose(found.heat_map, hits, rtol=1e-6)
+    np.testing.assert_allclose(heat_map(blocks.numpy(), SIZE, first), hits, rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
 def test_short_texts(num_tokens: int) -> None:
     (layer, _) = inspect_text(model_of(), TEXT[:num_tokens], queries=[num_tokens - 1])
-    selection = selected(layer)
-    assert selection.ranges == {num_tokens - 1: [[(0, num_tokens)]]}
-    assert selection.figures["keys_mean"] == (num_tokens + 1) / 2
-    assert sum(selection.figures["distance_counts"]) == num_tokens + (num_tokens > 16)
-    lags = [one["lag_tokens"] for one in selection.figures["overlap"]]
+    found = layer.selection
+    assert found is not None
+    assert found["ranges"] == [{"query": num_tokens - 1, "kv_heads": [[(0, num_tokens)]]}]
+    assert found["keys_mean"] == (num_tokens + 1) / 2
+    assert sum(found["distance_counts"]) == num_tokens + (num_tokens > 16)
+    lags = [one["lag_tokens"] for one in found["overlap"]]
     assert lags == [lag for lag in (1, 2, 4, 8, 16) if lag < num_tokens]
-    assert selection.heat_map.shape == (num_tokens, -(-num_tokens // 16))
+    assert heat_map(layer.blocks, SIZE, 0).shape == (num_tokens, -(-num_tokens // 16))
 
 
 def test_gates_counted_slowly() -> None:
@@ -265,20 +248,16 @@ def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_
 # --- pictures of selections -----------------------------------------------------------------------
 def test_lines_show_bars_and_ranges() -> None:
     tokens = torch.randint(256, (1600,), generator=torch.Generator().manual_seed(0)).tolist()
-    layers = inspect_text(model_of(num_kv_heads=2), tokens[:170], queries=[169])
-    title, *lines = selection_lines(layers, 169)
+    layers = inspect_text(model_of(num_kv_heads=2), tokens[:170])
+    title, *lines = selection_lines(layers)
     assert title.startswith("blocks selected for token 170 of the text (blocks of 16 tokens")
     for layer, line in zip(layers, lines, strict=True):
-        heads = selected(layer).ranges[169]
         ((number, bar, ranges),) = re.findall(r"^layer  (\d) \|(.{11})\| (.*)$", line)
         assert int(number) == layer.layer
-        counts = [
-            sum(any(start <= 16 * block < end for start, end in head) for head in heads)
-            for block in range(11)
-        ]
+        counts = [(layer.blocks[-1] == block).sum() for block in range(11)]
         assert bar == "".join(" ▒█"[count] for count in counts)
         assert ranges.endswith(":170")
-    (_, line) = selection_lines(inspect_text(model_of(1), tokens, queries=[1599]), 1599)
+    (_, line) = selection_lines(inspect_text(model_of(1), tokens))
     (bar,) = re.findall(r"\|(.{64})\|", line)
     assert bar[0] != " " != bar[-1]
 
@@ -286,11 +265,12 @@ def test_lines_show_bars_and_ranges() -> None:
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_heat_maps_are_drawn_for_each_layer(num_layers: int, tmp_path: Path) -> None:
     layers = inspect_text(model_of(num_layers), TEXT[:70])
-    figure = heat_maps(layers, 70)
+    figure = heat_maps(layers, 20)
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps] == [f"layer {i}" for i in range(num_layers)]
     for axes, layer in zip(maps, layers, strict=True):
-        assert np.array_equal(np.asarray(axes.images[0].get_array()), selected(layer).heat_map)
+        image = np.asarray(axes.images[0].get_array())
+        assert np.array_equal(image, heat_map(layer.blocks, SIZE, 20))
     path = tmp_path / "maps.png"
     save_png(figure, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.watch.signals import Requests
 from nsa.train.watch.watchdog import STARTING_LIMIT_S, Watchdog
 from nsa.train.watch.watchdog_process import Beat, Process, watch
-from tests.faults.cases import FORKS
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def test_reports_and_signals_without_a_terminal(tmp_path: Path) -> None:
     [
         (9.0, 1000.0, ["SIGUSR1", "SIGVTALRM", "SIGKILL"]),
         (0.0, 1000.0, []),  # without limit
-        (9.0, 0.0, []),  # before the watchdog has looked for the first time
+        (9.0, 0.0, []),  # before the watchdog ran
         (9.0, 10.5, ["SIGUSR1"]),  # while it is asked for its stacks
         (9.0, 16.0, ["SIGUSR1", "SIGVTALRM"]),  # before SIGKILL
     ],
@@ -80,28 +79,6 @@ def test_signals_of_the_watchdog(
     assert found == sent
     for descriptor in (reads, writes):
         os.close(descriptor)
-
-
-def _die_at_once(folder: str) -> None:
-    os.dup2(os.open(f"{folder}/open", os.O_WRONLY), 2)
-    Watchdog(RunFolder(Path(folder)), 0, 40.0).__enter__()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_watchdog_ends_if_its_process_died_before_it_ran(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "open")
-    reads = os.open(tmp_path / "open", os.O_RDONLY | os.O_NONBLOCK)
-    process = FORKS.Process(target=_die_at_once, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    deadline, said = time.monotonic() + 30, None
-    while said != b"":  # which comes when no process has the pipe open any more
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        with suppress(BlockingIOError):
-            said = os.read(reads, 1000)
-    os.close(reads)
 
 
 def test_a_watchdog_that_was_killed_is_replaced(
