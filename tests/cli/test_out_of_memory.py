@@ -1,4 +1,4 @@
-"""Where GPU memory is not enough, each command ends in one line that says what helps; simulated."""
+"""Commands that run out of memory end in one line with advice; simulated."""
 
 from __future__ import annotations
 

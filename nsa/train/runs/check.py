@@ -124,9 +124,10 @@ def _arithmetic(before: Row, row: Row, config: TrainConfig) -> Iterator[str]:
 
 
 def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
-    path, text = folder.metrics_csv, ""
-    if path.exists():
-        text = path.read_text(encoding="utf-8", errors="replace")
+    if not folder.metrics_csv.exists():
+        yield "metrics.csv: missing"
+        return
+    text = folder.metrics_csv.read_text(encoding="utf-8", errors="replace")
     head, *lines = text.splitlines() or [""]
     columns = head.split(",")
     for name in sorted({*names(rows)}.difference(columns)):

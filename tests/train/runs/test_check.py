@@ -86,7 +86,7 @@ def row(where: int, /, **values: object) -> Callable[[RunFolder], None]:
         (row(8, step=5), "metrics.jsonl: step 5 follows step 6"),
         (row(12, step=10**12), "a row for step 1000000000000, where none is due"),
         (edited("metrics.csv", lambda lines: lines.pop(2)), "metrics.csv:3: 5,"),
-        (lambda folder: folder.metrics_csv.unlink(), "metrics.csv: no column bits_per_byte"),
+        (lambda folder: folder.metrics_csv.unlink(), "metrics.csv: missing"),
         (lambda folder: event_files(folder)[-1].unlink(), "in TensorBoard, must be "),
         (lambda folder: shutil.rmtree(folder.tensorboard), "TensorBoard: no rows"),
         (

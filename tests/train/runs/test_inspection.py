@@ -94,7 +94,7 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("num_tokens", "first"), [(330, 40), (16 * 300, 16 * 300 - 1)])
 def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
-    """In the longer text a column of the heat map is several blocks."""
+    """A column of the heat map of the longer text is several blocks."""
     lag, queries, num_blocks = 8, [0, 15, 16, 100, 329], -(-num_tokens // SIZE)
     blocks = random_blocks(num_tokens, 2)
     found = selection_figures(blocks.numpy(), SIZE, queries)

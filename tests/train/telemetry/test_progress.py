@@ -1,4 +1,4 @@
-"""What a run reports: a bar on a terminal, lines elsewhere, everything in the log."""
+"""Reports of a run: a bar on a terminal, lines elsewhere, everything in the log."""
 
 from __future__ import annotations
 
