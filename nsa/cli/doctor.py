@@ -28,20 +28,9 @@ from nsa.ops._triton.tuning import (
 )
 from nsa.ops.selected.types import SCATTER_THRESHOLD, always_tiled
 from nsa.train import environment
-from nsa.train.telemetry.throughput import utilisation_row
 
 _MIN_FREE_GIB = 2.0  # three checkpoints of a small model, metrics and plots
-_PROBE = NSAConfig(
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    value_dim=16,
-    compress_block_size=8,
-    compress_stride=4,
-    block_size=16,
-    num_selected_blocks=4,
-    window_size=32,
-)
+_PROBE = NSAConfig(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)
 _PROBE_TOKENS, _PROBE_WIDTH = 256, 32
 Lines = Iterator[str]
 
@@ -84,7 +73,7 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
             is_problem = isinstance(line, Problem)
             print(f"  {'PROBLEM: ' * is_problem}{line}", flush=True)
             count += is_problem
-    print(f"{count} problem{'s' * (count != 1)} found" if count else "no problem found")
+    print(f"{count or 'no'} problem{'s' * (count > 1)} found")
     return count
 
 
@@ -113,60 +102,44 @@ def _extras() -> Lines:
 
 
 def _machine() -> Lines:
-    cpu = environment.cpu()
-    memory, threads = f"{cpu['memory_gib']} GiB of memory", torch.get_num_threads()
+    cpu, threads = environment.cpu(), torch.get_num_threads()
+    memory = f"{cpu['memory_gib']} GiB of memory"
     yield f"{cpu['cores_count']} CPU cores, {memory}, {threads} threads for PyTorch"
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     line = f"{free_gib:.1f} GiB free on the disk of {Path.cwd()}"
-    short = Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
-    yield line if free_gib >= _MIN_FREE_GIB else short
+    if free_gib < _MIN_FREE_GIB:
+        line = Problem(f"{line}; a small run takes up to {_MIN_FREE_GIB:.0f} GiB")
+    yield line
 
 
 def _gpus() -> Lines:
     found = environment.cuda()
     if found is None:
-        built = f"PyTorch for CUDA {torch.version.cuda} finds none"
-        if torch.version.cuda is None:
-            built = "PyTorch was built without CUDA"
+        built = "PyTorch was built without CUDA"
+        if torch.version.cuda is not None:
+            built = f"PyTorch for CUDA {torch.version.cuda} finds none"
         driver = environment.nvidia_driver()
-        what = f"an NVIDIA driver ({driver}) is installed, but {built}"
-        advice = "Install the CUDA build of PyTorch for that driver."
-        none = f"none: {built}; training runs on the CPU"
-        yield none if driver is None else Problem(f"{what}. {advice}")
+        if driver is None:
+            yield f"none: {built}; training runs on the CPU"
+        else:
+            what = f"an NVIDIA driver ({driver}) is installed, but {built}"
+            yield Problem(f"{what}. Install the CUDA build of PyTorch for that driver.")
         return
     yield f"driver {found['driver']}, CUDA {found['runtime']}, cuDNN {found['cudnn']}"
-    count = len(found["gpus"])
     for index, gpu in enumerate(found["gpus"]):
-        free, total = torch.cuda.mem_get_info(index)
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
         size = f"{gpu['multiprocessors_count']} multiprocessors"
-        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         capability = f"compute capability {gpu['compute_capability']}"
-        yield f"{index}: {gpu['name']}, {capability}, {size}, {memory}"
+        name = f"{index}: {gpu['name']}"
+        yield f"{name}, {capability}, {size}, {free:.1f} of {total:.1f} GiB free"
         if is_too_old(index):
             needed = f"the Triton kernels need compute capability {_dotted(LEAST_CAPABILITY)}"
-            old = f"{index}: {gpu['name']} is too old"
-            yield Problem(f"{old}: {needed} or above. Train with: --device cpu")
-    yield from _utilisation(count)
-    yield from _connections(count)
+            yield Problem(f"{name} is too old: {needed} or above. Train with: --device cpu")
+    yield from _connections(len(found["gpus"]))
 
 
 def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
-
-
-def _utilisation(num_gpus: int) -> Lines:
-    """Whether rows of metrics will contain the utilisation of the GPUs."""
-    version = environment.version("nvidia-ml-py")
-    if version is None:
-        lost = "runs will not record gpu_utilisation_percent: no nvidia-ml-py"
-        yield f"{lost}. Install it with: pip install nvidia-ml-py"
-        return
-    for index in range(num_gpus):
-        row = utilisation_row(torch.device("cuda", index))
-        said = "the driver keeps no gpu_utilisation_percent"
-        if row:
-            said = f"{row['gpu_utilisation_percent']:.0f}% busy"
-        yield f"{index}: {said} (nvidia-ml-py {version})"
 
 
 def _connections(num_gpus: int) -> Lines:
@@ -177,7 +150,7 @@ def _connections(num_gpus: int) -> Lines:
         return
     topology = environment.nvidia_topology()
     if topology is None:
-        yield "connections unknown: nvidia-smi topo -m gave nothing"
+        yield "connections unknown: nvidia-smi topo -m returned nothing"
         return
     for (first, second), code in environment.gpu_links(topology).items():
         peers = torch.cuda.can_device_access_peer(first, second)
@@ -202,36 +175,44 @@ def _operators() -> Lines:
         what = "eager PyTorch" if is_eager else "Triton kernels"
         yield f"{device}: {what}. A first forward and backward of {took}."
         if not finite:
-            yield Problem(f"the attention layer gave values that are not finite on {device}")
+            yield Problem(f"the attention layer returned values that are not finite on {device}")
+
+
+def _tables() -> list[tuple[str, tuple[int, int] | None, TileTable | None]]:
+    """Name, compute capability and tuning table of each GPU."""
+    indices = range(torch.cuda.device_count())
+    names = [f"GPU {index}, {torch.cuda.get_device_name(index)}" for index in indices]
+    tables = [device_table(index) for index in indices]
+    return [(name, found, table) for name, (table, found) in zip(names, tables, strict=True)]
 
 
 def _tiles() -> Lines:
     """The tuning table of each GPU."""
-    for index in range(torch.cuda.device_count()):
-        table, capability = device_table(index)
-        where = f"defaults of compute capability {_dotted(capability)}"
+    for name, capability, table in _tables():
+        where = f"defaults of compute capability {_dotted(capability or ())}"
         where += ". Measure better ones with: nsa bench tune"
         if table is not None:
             where = f"{len(table.rows)} measured on {table.gpu}; defaults for the others"
-        yield f"GPU {index}, {torch.cuda.get_device_name(index)}: {where}"
+        yield f"{name}: {where}"
     if not torch.cuda.device_count():
         yield "none: no GPU"
 
 
 def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
-    """Kernels and algorithms that run for a shape, with their tiles, and why."""
+    """Kernels and algorithms that run for a shape, with their tiles, and the reason."""
     yield "on a CPU: eager PyTorch"
     n, lengths = config.num_selected_blocks, (seq_len, seq_len, config.block_size)
     tiled = always_tiled("auto", config.group_size, n, *lengths)
     limit = f"{SCATTER_THRESHOLD * n:g} blocks or fewer"
     if tiled:
-        why = f"because in sequences so short a tile chooses {limit}"
+        why = f"because in sequences so short a tile selects {limit}"
         yield f"selected branch: the tiled algorithm, {why}, the mean over tiles"
     else:
         yield "selected branch: decided on the GPU in each call (in training the metrics"
-        yield "  selected_tiled_calls and selected_gathered_calls say what ran):"
-        yield f"  tiled while a tile chooses {limit}, the mean over tiles; otherwise gathered"
-    for gpu, capability, table in _gpus_or_tables():
+        yield "  selected_tiled_calls and selected_gathered_calls count the calls):"
+        yield f"  tiled while a tile selects {limit}, the mean over tiles; otherwise gathered"
+    shipped = [load_table(path) for path in sorted(TABLES.glob("*.json"))]
+    for gpu, capability, table in _tables() or [(f"no GPU; {x.gpu}", None, x) for x in shipped]:
         yield f"{gpu}:"
         for kernel in kernel_names(seq_len, tiled, config):
             size, item_size = max(config.head_dim, config.value_dim), 4 if dtype == "fp32" else 2
@@ -254,16 +235,6 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
     return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
 
 
-def _gpus_or_tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable | None]]:
-    """The GPUs of this machine with their tables; without one, the GPUs that have a table."""
-    for index in range(torch.cuda.device_count()):
-        table, capability = device_table(index)
-        yield f"on GPU {index}, {torch.cuda.get_device_name(index)}", capability, table
-    if not torch.cuda.device_count():
-        for table in map(load_table, sorted(TABLES.glob("*.json"))):
-            yield f"no GPU is here; on the {table.gpu}", None, table
-
-
 def _tile_line(
     key: TileKey,
     capability: tuple[int, int] | None,
@@ -271,10 +242,9 @@ def _tile_line(
 ) -> str:
     version = f"compute capability {_dotted(capability)}" if capability else "the smallest GPU"
     tile, why = default_tile(key, capability), f"default of {version}"
-    found = None if table is None else table.find(key)
-    if found is not None and table is not None:
+    if table is not None and (found := table.find(key)) is not None:
         larger = "" if key in table.rows else " for larger heads"
         tile, why = found, f"measured on {table.gpu}{larger}"
-    loads = ", loads by TMA where tensors are aligned to 16 bytes" if tile.tma else ""
+    loads = ", loads by TMA if tensors are aligned to 16 bytes" if tile.tma else ""
     counts = f"{tile.rows} rows, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
     return f"{counts}{loads} ({why})"

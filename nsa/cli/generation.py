@@ -73,7 +73,7 @@ def generate(
 
     has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
     check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
-    rule = "stand without --prompt and --prompt-file"
+    rule = "be given without --prompt and --prompt-file"
     check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
     check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
@@ -81,7 +81,8 @@ def generate(
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
     picture = selection_png or (Path("selection.png") if show_selection else None)
     is_one = picture is None or interactive or len(prompts) == 1
-    check(is_one, "generate", "--show-selection", "go with one prompt", len(prompts))
+    rule = "be left out for several prompts"
+    check(is_one, "generate", "--show-selection", rule, len(prompts))
     check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
@@ -118,7 +119,7 @@ def _starter(
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
-    from nsa.train.runs.inputs import load_model
+    from nsa.train.runs.evaluation import load_model
     from nsa.train.runs.inspection import check_selects
     from nsa.train.watch.out_of_memory import check_fits
 
@@ -157,11 +158,11 @@ def _from_file(path: Path | None) -> list[str]:
     prompts = []
     for number, line in enumerate(content.replace("\r\n", "\n").split("\n"), start=1):
         text = _field(line) if is_json and line.strip() else line
-        rule = "hold objects with a text under prompt or text"
+        rule = "contain objects with a text under prompt or text"
         check(text is not None, name, argument, rule, f"line {number} of {path}")
         if line.strip():
             prompts.append(text or "")
-    check(bool(prompts), name, argument, "hold a prompt", f"none in {path}")
+    check(bool(prompts), name, argument, "contain a prompt", f"none in {path}")
     return prompts
 
 
@@ -251,18 +252,16 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
     print(speed.line(), file=sys.stderr)
     if picture is None:
         return
-    from nsa.lm.inspection import inspect_text
     from nsa.train.execution.precision import autocast
-    from nsa.train.runs.inspection import heat_maps, selection_lines
-    from nsa.train.runs.page import save_png
+    from nsa.train.runs.inspection import heat_maps, inspect_text, selection_lines
+    from nsa.train.runs.report import save_png
 
     # The model reads the text again, without the cache. The last drawn token has no selection.
     model, tokens = generation.model, generation.tokens[0]
     tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
-    last = len(tokens) - 1
     with autocast(model.embedding.weight.device, generation.compute_dtype):
-        layers = inspect_text(model, tokens, queries=[last], first_query=prompt_len - 1)
-    for line in selection_lines(layers, last):
+        layers = inspect_text(model, tokens)
+    for line in selection_lines(layers):
         print(line, file=sys.stderr)
-    save_png(heat_maps(layers, len(tokens)), picture)
+    save_png(heat_maps(layers, prompt_len - 1), picture)
     print(f"heat maps: {picture}", file=sys.stderr)

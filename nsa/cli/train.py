@@ -17,7 +17,7 @@ from nsa.errors import UserError, check, optional_output
 if TYPE_CHECKING:
     from nsa.train.config import TrainConfig
     from nsa.train.distributed.processes import Processes
-    from nsa.train.profiler.session import Plan
+    from nsa.train.profiler import Plan
     from nsa.train.run_folder import RunFolder
     from nsa.train.telemetry.progress import RunReport
     from nsa.train.trainer import Trainer
@@ -161,7 +161,7 @@ def _run(
 
     with (
         folder.in_use() if processes.is_main else nullcontext("") as remark,
-        RunReport(log, plan.num_steps if plan else config.steps, held=not is_new) as report,
+        RunReport(log, plan.num_steps if plan else config.steps, buffered=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
@@ -225,7 +225,7 @@ def _summary(folder: RunFolder, step: int, before: int) -> str:
 
 def _plot(folder: RunFolder) -> None:
     with optional_output(folder.loss_png.name):
-        from nsa.train.runs.page import plot_losses
+        from nsa.train.runs.report import plot_losses
 
         plot_losses(folder.metrics_jsonl, folder.loss_png, title=folder.path.name)
 
@@ -268,7 +268,7 @@ def profile(
         check(steps > 0, name, word, "be positive", steps)
     from nsa.train.distributed.processes import join
     from nsa.train.execution.precision import choose_device
-    from nsa.train.profiler.session import Plan
+    from nsa.train.profiler import Plan
     from nsa.train.run_folder import RunFolder, next_run_path
     from nsa.train.watch.out_of_memory import check_run_fits
 
@@ -298,7 +298,7 @@ def _recording(trainer: Trainer, plan: Plan | None, folder: RunFolder) -> Genera
     """Profile a run whose ``on_step`` continues this generator, which has begun; None without."""
     if plan is None:
         return None
-    from nsa.train.profiler.session import record
+    from nsa.train.profiler import record
 
     def recording() -> Generator[None]:
         with closing(record(trainer, plan, target)) as steps:

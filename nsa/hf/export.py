@@ -24,7 +24,7 @@ from nsa.train.data import load_tokenizer
 from nsa.train.environment import version
 from nsa.train.pretrained import TOKENIZER
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model
+from nsa.train.runs.evaluation import load_model
 
 Layout = Literal["nsa", "llama"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

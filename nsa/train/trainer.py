@@ -42,8 +42,8 @@ from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpo
 from nsa.train.run_folder import RunFolder
 from nsa.train.sequence_capacity import SequenceCapacity
 from nsa.train.state import TrainState, seed_everything
-from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
+from nsa.train.telemetry.throughput import LateReader
 from nsa.train.watch.signals import HALT, Requests
 from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 

@@ -30,7 +30,7 @@ from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model
+from nsa.train.runs.evaluation import load_model
 from tests.acceptance import foreign_model, programs
 from tests.acceptance.checks import (
     LOSS_WITHIN,

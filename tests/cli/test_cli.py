@@ -468,7 +468,7 @@ def test_nothing_said_shows_the_help(capsys):
         ("train --resume runs/none", "be a folder that a run made"),
         ("eval x --device tpu", "invalid choice: 'tpu'"),
         ("generate x", "--prompt must be given, or --prompt-file or --interactive, got none"),
-        ("generate x --prompt a --interactive", "--interactive must stand without --prompt"),
+        ("generate x --prompt a --interactive", "--interactive must be given without --prompt"),
         ("generate x --prompt a --batch-size 0", "--batch-size must be positive, got 0"),
         ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
     ],

@@ -1,4 +1,4 @@
-"""Where GPU memory is not enough, each command ends in one line that says what helps; simulated."""
+"""Commands that run out of memory end in one line with advice; simulated."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import to_yaml
-from nsa.train.runs import evaluation as report
-from nsa.train.runs import inspection
+from nsa.train.runs import evaluation, inspection
 from nsa.train.trainer import Trainer
 from nsa.train.watch import out_of_memory
 from nsa.train.watch.out_of_memory import (
@@ -44,9 +43,13 @@ def no_memory(*_: Any, **__: Any) -> NoReturn:
     raise torch.OutOfMemoryError(WORDS)
 
 
+LARGE = {"micro_batch": 15, "global_batch": 30, "model": LMConfig(vocab_size=50_304)}
+SMALL = {"micro_batch": 1, "accumulation": 4, "checkpointing": CheckpointingConfig("full")}
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of micro-batches of six windows."""
+    """A run of micro-batches of six sequences."""
     monkeypatch.chdir(tmp_path)
     changes = {"steps": 6, "micro_batch": 6, "accumulation": 2, "checkpoint_every": 2}
     path = tmp_path / "tiny.yaml"
@@ -58,23 +61,29 @@ def fails_at(step: int, fail: Callable[[], NoReturn], monkeypatch: pytest.Monkey
     train_step = Trainer.train_step
 
     def failing(self: Trainer, *args: Any) -> Any:
-        if self.state.progress.step == step:
-            fail()
-        return train_step(self, *args)
+        return fail() if self.state.progress.step == step else train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", failing)
 
 
+def fail_in_capture() -> NoReturn:
+    try:
+        no_memory()
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to an error during capture")
+
+
 def test_a_run_that_does_not_begin(config, nsa, refusal, monkeypatch):
-    """At the set-up of the model and in the first step; nothing is left of it."""
+    """At the set-up of the model, in the first step and in a capture; nothing is left of it."""
     help = "Give --micro-batch 3 --accumulation 4 or --checkpointing.policy full (slower)"
     expected = f"nsa: {START}{help}; `nsa plan` says what a run needs."
     with monkeypatch.context() as patch:
         patch.setattr(LanguageModel, "to", no_memory)
         assert refusal(TRAIN) == expected
-    with monkeypatch.context() as patch:
-        fails_at(0, no_memory, patch)
-        assert refusal(TRAIN) == expected
+    for fail in (no_memory, fail_in_capture):
+        with monkeypatch.context() as patch:
+            fails_at(0, fail, patch)
+            assert refusal(TRAIN) == expected
     assert not Path("run").exists()
     nsa(TRAIN + help.removeprefix("Give").partition(" or ")[0])
 
@@ -83,7 +92,7 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal
     with monkeypatch.context() as patch:
         fails_at(3, no_memory, patch)
         line = refusal(TRAIN)
-    said, _, command = line.partition(" Go on with: nsa ")
+    said, _, command = line.partition(" Continue with: nsa ")
     assert said == f"nsa: {START}The last checkpoint is run/checkpoints/step-00000002."
     first, _, second = command.partition(" or ")
     assert second == "--checkpointing.policy full (slower)"
@@ -92,35 +101,23 @@ def test_a_later_step_names_the_checkpoint_and_how_to_go_on(config, nsa, refusal
     assert Path("run/checkpoints/step-00000006").exists()
 
 
-def test_the_capture_of_a_graph_ends_in_another_error(config, refusal, monkeypatch):
-    def capture() -> NoReturn:
-        try:
-            no_memory()
-        finally:
-            raise RuntimeError("CUDA error: operation failed due to an error during capture")
-
-    fails_at(0, capture, monkeypatch)
-    assert refusal(TRAIN).startswith(f"nsa: {START}Give --micro-batch 3")
-
-
 def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
     nsa(f"{TRAIN} --steps 2")
-    end = "must fit into memory, got out of memory; 2.50 GiB more were asked for."
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "measure", no_memory)
-        start = f"nsa: the evaluation {end} Give"
-        assert refusal("eval run") == f"{start} --micro-batch 3 or --device cpu."
-        assert refusal("eval run --micro-batch 1") == f"{start} --device cpu."
-    both = [nsa("eval run").splitlines(), nsa("eval run --micro-batch 1").splitlines()]
-    first, second = ([line for line in said if "loss" in line] for said in both)
-    assert first == second != []
+    first, second = (nsa(f"eval run {words}") for words in ("", "--micro-batch 1"))
+    assert first == second
     assert "--micro-batch must be positive" in refusal("eval run --micro-batch 0")
+    monkeypatch.setattr(evaluation, "measure", no_memory)
     monkeypatch.setattr(Decoder, "prefill", no_memory)
-    hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    assert refusal("generate run --prompt a") == f"nsa: the text {end} {hint}"
     monkeypatch.setattr(inspection, "inspect_text", no_memory)
-    hint = "Give fewer --tokens or --device cpu."
-    assert refusal("inspect run") == f"nsa: the text {end} {hint}"
+    end = "must fit into memory, got out of memory; 2.50 GiB more were asked for. Give"
+    batch = "a smaller --batch-size, fewer --max-new-tokens or --device cpu."
+    for line, said in (
+        ("eval run", f"evaluation {end} --micro-batch 3 or --device cpu."),
+        ("eval run --micro-batch 1", f"evaluation {end} --device cpu."),
+        ("generate run --prompt a", f"text {end} {batch}"),
+        ("inspect run", f"text {end} fewer --tokens or --device cpu."),
+    ):
+        assert refusal(line) == f"nsa: the {said}"
 
 
 BENCH = "bench train --config tiny.yaml --provider nsa --device"
@@ -128,7 +125,7 @@ BENCH = "bench train --config tiny.yaml --provider nsa --device"
 
 @pytest.mark.parametrize("where", ["measure_steps", "measure_forward"])
 def test_bench_train(config, nsa, monkeypatch, where):
-    """A row that says so; what was measured before stays, and other models go on."""
+    """A row contains the reason; earlier measurements stay, and other models are measured."""
     monkeypatch.setattr(train, where, no_memory)
     nsa(f"{BENCH} cpu --steps 2 --warmup 1 --out rows.jsonl")
     step, forward = read_rows([Path("rows.jsonl")])
@@ -137,36 +134,37 @@ def test_bench_train(config, nsa, monkeypatch, where):
     assert step.note == (why if where == "measure_steps" else None)
 
 
-# -------------------------------------------------------------------------- what is said
-
-
-def test_settings_that_help():
-    seed = TrainConfig()
-    half = "--micro-batch 1 --accumulation 4"
-    assert remedies(seed, resumed=False) == f"{half} or --checkpointing.policy full (slower)"
-    large = dataclasses.replace(seed, micro_batch=15, global_batch=30)
-    large = dataclasses.replace(large, model=LMConfig(vocab_size=50_304))
-    words = "--micro-batch 5 --accumulation 6 or --checkpointing.policy full (slower)"
-    assert remedies(large, resumed=True) == words
+# --- messages -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changes", "resumed", "expected"),
+    [
+        ({}, False, "--micro-batch 1 --accumulation 4 or {full}"),
+        (LARGE, True, "--micro-batch 5 --accumulation 6 or {full}"),
+        (LARGE, False, "--micro-batch 5 --accumulation 6 or {full} or {chunk}"),
+        (SMALL, False, ""),
+    ],
+)
+def test_settings_that_help(changes: dict[str, Any], resumed: bool, expected: str) -> None:
     chunk = "--loss-chunk 1024 (logits of a large vocabulary)"
-    assert remedies(large, resumed=False) == f"{words} or {chunk}"
-    least = dataclasses.replace(seed, micro_batch=1, accumulation=4)
-    least = dataclasses.replace(least, checkpointing=CheckpointingConfig("full"))
-    assert remedies(least, resumed=False) == ""
+    words = {"full": "--checkpointing.policy full (slower)", "chunk": chunk}
+    config = dataclasses.replace(TrainConfig(), **changes)
+    assert remedies(config, resumed=resumed) == expected.format(**words)
 
 
 def test_what_was_in_use(monkeypatch):
     gib = 2**30
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib // 2, 24 * gib))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 20 * gib)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 22 * gib)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-    gpu = "out of memory on NVIDIA Test with 24.0 GiB"
-    use = "22.0 GiB held by PyTorch, at most 20.0 GiB in tensors, 0.5 GiB free"
-    assert memory_use(torch.OutOfMemoryError("no")) == f"{gpu}: {use}"
-    said = memory_use(torch.OutOfMemoryError(WORDS))
-    assert said == f"{gpu}: {use}; 2.50 GiB more were asked for"
+    for name, value in {
+        "is_available": True,
+        "mem_get_info": (gib // 2, 24 * gib),
+        "max_memory_allocated": 20 * gib,
+        "memory_reserved": 22 * gib,
+        "get_device_name": "NVIDIA Test",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert memory_use(torch.OutOfMemoryError(WORDS)) == (
+        "out of memory on NVIDIA Test with 24.0 GiB: 22.0 GiB reserved by PyTorch, at most "
+        "20.0 GiB in tensors, 0.5 GiB free; 2.50 GiB more were asked for"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,30 +184,26 @@ def test_what_counts(error, expected):
     assert is_out_of_memory(around) == expected
 
 
-# --------------------------------------------------------------------------------------------------
-# before anything begins
-
-
+# --- checks before a start ------------------------------------------------------------------------
 def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal, monkeypatch):
     nsa(TRAIN)
-    count = LanguageModel(MODEL).num_parameters()["total"]
-    profile = "profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new"
+    count, free = LanguageModel(MODEL).num_parameters()["total"], 0
+    monkeypatch.setattr(out_of_memory, "free_memory", lambda device: free)
     for line, needed in (
         ("train tiny.yaml --run-dir new", 16),
-        (profile, 16),
+        ("profile tiny.yaml --wait 1 --warmup 1 --active 1 --run-dir new", 16),
         (f"{BENCH} cpu", 16),
         ("eval run", 4),
         ("generate run --prompt a", 4),
     ):
-        most = count * needed - 1
-        monkeypatch.setattr(out_of_memory, "free_memory", lambda device, most=most: most)
+        free = count * needed - 1
         why = "the model must fit into the memory of the cpu device, got 0.00B parameters"
         assert why in refusal(line)
     assert not Path("new").exists()
-    monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 4 * count)
+    free = 4 * count
     nsa("eval run")
-    monkeypatch.setattr(out_of_memory, "free_memory", lambda device: 8 * count)
-    check_fits("train", MODEL, torch.device("cpu"), shares=2)
+    free = 8 * count
+    check_fits("train", MODEL, torch.device("cpu"), parts=2)
 
 
 def test_free_memory_of_a_machine_and_of_a_container(tmp_path, monkeypatch):

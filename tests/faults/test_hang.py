@@ -96,7 +96,7 @@ def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
         run.kill(signal.SIGSTOP)
         run.wait_for_text("watchdog: rank 0")
         run.kill(signal.SIGCONT)
-        run.wait_for_text("watchdog: rank 0 goes on")
+        run.wait_for_text("watchdog: rank 0 continues")
         run.stop()
 
 

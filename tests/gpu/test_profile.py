@@ -10,7 +10,7 @@ import pytest
 
 from nsa import cli, stages
 from nsa.train.load import to_yaml
-from nsa.train.profiler.table import IDLE, OTHER, PRODUCTS, UNATTRIBUTED
+from nsa.train.profiler import IDLE, OTHER, PRODUCTS, UNATTRIBUTED
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import make_trainer, tiny_config
 

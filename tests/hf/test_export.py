@@ -34,7 +34,7 @@ from nsa.train.data import Tokenizer, load_tokenizer, make_tokenizer
 from nsa.train.data.tokenizer import SEPARATOR, ByteTokenizer
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model
+from nsa.train.runs.evaluation import load_model
 from tests.acceptance.cases import compare_export
 from tests.cli.conftest import Command, nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model

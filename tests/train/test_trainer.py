@@ -360,7 +360,7 @@ def test_no_picture_and_no_sample_ends_a_run(
         raise error
 
     monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
-    monkeypatch.setattr("nsa.train.runs.page.plot_losses", fail)
+    monkeypatch.setattr("nsa.train.runs.report.plot_losses", fail)
     monkeypatch.setattr(reports, "generate", fail)
     path = tmp_path / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(tmp_path, steps=2, eval_every=1, sample_tokens=2)))

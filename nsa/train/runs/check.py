@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
@@ -22,9 +20,10 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import (
     ALWAYS,
     Row,
-    csv_cells,
+    csv_text,
     lines_and_rows,
     metric_of_tag,
+    names,
     numbers,
 )
 
@@ -59,7 +58,7 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
         *(line for before, row in pairs for line in _arithmetic(before, row, config)),
         *_csv(folder, rows),
         *_tensorboard(folder, rows),
-        *_record(folder),
+        *_faults(folder),
     ]
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     first, last, tokens = rows[0], rows[-1], int(rows[-1]["tokens"])
@@ -79,7 +78,8 @@ def _seconds(before: Row, row: Row) -> float:
     return float(row["step_time_ms"]) * (int(row["step"]) - int(before["step"])) / 1000
 
 
-def _record(folder: RunFolder) -> Iterator[str]:
+def _faults(folder: RunFolder) -> Iterator[str]:
+    """Disagreement of the rows with those that the newest checkpoint recorded."""
     for checkpoint in list_checkpoints(folder.checkpoints)[-1:]:
         with suppress(UserError):  # a damaged checkpoint, which a resumption reports
             if fault := fault_of_rows(folder, checkpoint):
@@ -103,39 +103,39 @@ def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Itera
 
 
 def _arithmetic(before: Row, row: Row, config: TrainConfig) -> Iterator[str]:
+    """Recompute the tokens and the speed of a row, and compare its times with the clock."""
     step, tokens, seconds = int(row["step"]), int(row["tokens"]), _seconds(before, row)
     if step <= int(before["step"]):
         yield f"metrics.jsonl: step {step} follows step {before['step']}"
     expected = step * config.global_batch * config.seq_len
     if tokens != expected:
-        rule = f"{expected} = step * global_batch * seq_len"
-        yield f"step {step}: {tokens} tokens recorded, {rule}"
+        yield f"step {step}: {tokens} tokens, must be {expected} = step * global_batch * seq_len"
     speed = (tokens - int(before["tokens"])) / seconds if seconds > 0 else math.nan
     recorded = float(row["tokens_per_s"])
     if not math.isclose(speed, recorded, rel_tol=1e-6):
-        recomputed = f"{speed:,.1f} from tokens and step times"
-        yield f"step {step}: {recorded:,.1f} tokens/s recorded, {recomputed}"
+        yield f"step {step}: {recorded:,.1f} tokens/s, must be {speed:,.1f} from the step times"
     wall = float(row["time_unix_s"]) - float(before["time_unix_s"])
     if seconds > wall * (1 + _CLOCK_SLACK) + _CLOCK_SLACK_S:
         clock = f"{wall:.2f} s by the clock since the row before"
         yield f"step {step}: {seconds:.2f} s spent in steps, but {clock}"
     waiting, whole = float(row["data_time_ms"]), float(row["step_time_ms"])
     if not 0 <= waiting <= whole:
-        yield f"step {step}: data_time_ms {waiting} lies outside step_time_ms {whole}"
+        yield f"step {step}: data_time_ms {waiting} is not between 0 and step_time_ms {whole}"
 
 
 def _csv(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     if not folder.metrics_csv.exists():
         yield "metrics.csv: missing"
         return
-    with folder.metrics_csv.open(newline="", encoding="utf-8", errors="replace") as file:
-        cells = list(csv.DictReader(file, restkey="(no name)"))
-    if len(cells) != len(rows):
-        yield f"metrics.csv: {len(cells)} rows, metrics.jsonl has {len(rows)}"
-        return
-    for row, found in zip(rows, cells, strict=True):
-        filled = {name: text for name, text in found.items() if text}
-        yield from _compared("metrics.csv", row, csv_cells(row), filled)
+    text = folder.metrics_csv.read_text(encoding="utf-8", errors="replace")
+    head, *lines = text.splitlines() or [""]
+    columns = head.split(",")
+    for name in sorted({*names(rows)}.difference(columns)):
+        yield f"metrics.csv: no column {name}"
+    expected = csv_text(columns, rows).splitlines()
+    for number, (line, right) in enumerate(itertools.zip_longest(lines, expected), start=2):
+        if line != right:
+            yield f"metrics.csv:{number}: {line}, must be {right} as in metrics.jsonl"
 
 
 def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
@@ -143,21 +143,13 @@ def _tensorboard(folder: RunFolder, rows: Sequence[Row]) -> Iterator[str]:
     if not found:
         yield "TensorBoard: no rows"
         return
-    for row in rows:
-        shown = numbers(row, "step", "time_unix_s")
-        expected = {name: float(np.float32(value)) for name, value in shown.items()}
-        yield from _compared("TensorBoard", row, expected, found.pop(int(row["step"]), {}))
-    for step, values in found.items():
-        yield from _compared("TensorBoard", {"step": step}, {}, values)
-
-
-def _compared(
-    where: str, row: Row, expected: dict[str, Any], found: dict[str, Any]
-) -> Iterator[str]:
-    for name in sorted(expected.keys() | found.keys()):
-        right, value = expected.get(name), found.get(name)
-        if str(right) != str(value):  # as text, since NaN differs from itself
-            yield f"step {row['step']}: {name} is {value} in {where}, {right} in metrics.jsonl"
+    expected = {int(row["step"]): numbers(row, "step", "time_unix_s") for row in rows}
+    for step in sorted(expected.keys() | found.keys()):
+        right, shown = expected.get(step, {}), found.get(step, {})
+        for name in sorted(right.keys() | shown.keys()):
+            value = float(np.float32(right[name])) if name in right else None
+            if str(shown.get(name)) != str(value):  # as text, since NaN differs from itself
+                yield f"step {step}: {name} is {shown.get(name)} in TensorBoard, must be {value}"
 
 
 def read_scalars(folder: RunFolder) -> dict[int, dict[str, float]]:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from nsa.errors import check, check_output, fail
+from nsa.errors import UserError, check, check_output, fail
+from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import SUMS, find_checkpoint, read_meta
+from nsa.train.checkpoint import SUMS, find_checkpoint, load_tensors, read_meta, step_of
 from nsa.train.config import TrainConfig
 from nsa.train.data import (
     DataBundle,
+    Document,
     ShardSource,
     TextSource,
     TokenSource,
     bigram_bits_per_byte,
+    fault_of_text,
+    folder_files,
+    load_tokenizer,
     open_data,
     spread,
 )
@@ -37,22 +44,85 @@ from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
 from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model, read_text
+from nsa.train.state import weights
 
 _BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "test_sha256", "tokenizer_fingerprint")
 Split = Literal["validation", "test"]
 
 
+# --- model and text -------------------------------------------------------------------------------
+def load_model(
+    config: LMConfig,
+    checkpoint: Path,
+    device: torch.device,
+) -> tuple[LanguageModel, int]:
+    """Load the model of a checkpoint, with its fp32 weights.
+
+    Args:
+        config: configuration of the model.
+        checkpoint: folder of the checkpoint.
+        device: device of the model.
+
+    Returns:
+        The model in evaluation mode, and its optimizer steps.
+
+    Raises:
+        ValueError: the checkpoint is damaged or contains another model.
+    """
+    model = LanguageModel(config).to(device)
+    load_tensors(checkpoint, weights(model))
+    return model.eval(), step_of(checkpoint)
+
+
+def read_text(function: str, folder: RunFolder, text: str) -> TextSource:
+    """Read all tokens of a file, a folder or standard input; one document is one file.
+
+    Args:
+        function: the command, for messages.
+        folder: the run, which has the tokenizer.
+        text: file or folder, ``-`` for standard input.
+
+    Raises:
+        UserError: the content is not text, or has no document of two tokens.
+    """
+    tokenizer = load_tokenizer(folder.tokenizer)
+    separator_id, hint = tokenizer.separator_id, "Its synthetic task has no text."
+    check(separator_id is not None, function, "--text", "be left out for this run", text, hint)
+    assert separator_id is not None
+    try:
+        documents = [_standard_input(function)] if text == "-" else folder_files(text).documents
+    except UserError as error:
+        raise UserError(function, "--text", error.rule, error.value) from None
+    tokens = tokenizer.encode_documents([document.text for document in documents])
+    longest = max((len(document) - 1 for document in tokens), default=0)
+    check(longest > 1, function, "--text", "contain a document of at least two tokens", longest)
+    return TextSource(tokens, separator_id, tokenizer.token_bytes)
+
+
+def _standard_input(function: str) -> Document:
+    content = sys.stdin.buffer.read()
+    fault = fault_of_text(content)
+    check(not fault, function, "--text", "be text", f"{fault} of standard input")
+    return Document("standard input", content)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
 class Finding(NamedTuple):
-    """A line for the reader, and its figures by name as JSON has them."""
+    """A line for the reader, and its values by name as in the JSON."""
 
     line: str
     figures: dict[str, Any]
 
 
-def _finding(line: str, **figures: Any) -> Finding:
-    return Finding(line.format(**figures), figures)
+class _Text(NamedTuple):
+    """Text to evaluate: ``kind`` is the split or ``text``; ``data`` of the run for a split."""
+
+    kind: str
+    name: str
+    source: TokenSource
+    windows: Windows
+    data: DataBundle | None
 
 
 def evaluate_run(
@@ -74,13 +144,13 @@ def evaluate_run(
     Args:
         folder: the run.
         checkpoint: ``last``, ``best`` or a number of optimizer steps.
-        against: another run, measured on the same windows and compared document by document.
+        against: another run, measured on the same sequences and compared document by document.
         split: ``validation`` or ``test``.
         text: file or folder of text, ``-`` for standard input; None takes the split.
-        seq_len: tokens of a window; None takes the run's.
+        seq_len: tokens of a sequence; None takes the run's.
         device: ``auto``, ``cpu`` or ``cuda``.
-        num_windows: windows to measure, spread over all of the text; None for all.
-        micro_batch: windows computed at a time; None takes the run's.
+        num_windows: sequences to measure, evenly spaced in the text; None for all.
+        micro_batch: sequences computed at a time; None takes the run's.
         save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
         repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
 
@@ -88,18 +158,19 @@ def evaluate_run(
         Findings, each as soon as it is known.
 
     Raises:
-        ValueError: no such checkpoint, no such split, no such device, no text, data that are no
+        UserError: no such checkpoint, no such split, no such device, no text, data that are no
             longer those of the run, or a run on other data to compare with.
     """
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len})
+    for name, value in (("windows", num_windows), ("micro-batch", size), ("seq-len", seq_len)):
+        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
     check_output("eval", "--save", save, is_new=True)
     if text is not None:
         check(split == "validation", "eval", "--split", "be left out with --text", split)
         check(repeat is None, "eval", "--repeat", "be left out with --text", repeat)
-    place, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
+    on, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
     if against is not None:
         other = find_checkpoint("eval", against.checkpoints, checkpoint)
         _check_comparable(path, other, split if text is None else None)
@@ -112,54 +183,37 @@ def evaluate_run(
 
     def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
         found = [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
-        yield from _repeats(name, found)
+        if found:
+            yield Finding(_repeats(found), {name: found})
 
-    model, step = load_model(config.model, path, place)
-    yield from _model(model, folder, step, place.type, config.compute_dtype)
+    model, step = load_model(config.model, path, on)
+    about = {"run": str(folder.path), "step": step, "device": on.type}
+    yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
     yield from _totals(result, part, number)
     if save is not None:
-        about = {"run": str(folder.path), "step": step, "split": part.kind, "text": part.name}
-        about |= {"seq_len": seq_len, "windows": number, **_identity(path, config, part)}
-        save_measurement(save, result, about)
-        yield _finding("sums of documents and positions: {saved}", saved=str(save))
+        identity = _identity(path, config, part) | {"run": str(folder.path), "step": step}
+        save_measurement(save, result, {**identity, "seq_len": seq_len, "windows": number})
+        yield Finding(f"sums of documents and positions: {save}", {"saved": str(save)})
     if part.data is not None:
-        bits, chosen = result.figures()["bits_per_byte"], spread(number, len(part.windows))
-        yield from _compared(part.data, part.source, bits, seq_len, chosen)
+        chosen = spread(number, len(part.windows))
+        yield from _baseline(part.data, part.source, result, seq_len, chosen)
     yield from repeats("repeats", loss)
     if against is not None:
         del model, loss
         second = against.load_config()
-        model, step = load_model(second.model, other, place)
+        model, step = load_model(second.model, other, on)
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss, part.windows))
         yield from repeats("against_repeats", loss)
 
 
-def _check_sizes(sizes: dict[str, int | None]) -> None:
-    for name, value in sizes.items():
-        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
-
-
-def _model(
-    model: LanguageModel, folder: RunFolder, step: int, device: str, compute_dtype: str
-) -> Iterator[Finding]:
+def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
     parameters = model.num_parameters()["total"]
     yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
     line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
-    run = str(folder.path)
-    yield _finding(line, run=run, step=step, device=device, compute_dtype=compute_dtype)
-
-
-class _Text(NamedTuple):
-    """Text to evaluate: ``kind`` is the split or ``text``; ``data`` of the run for a split."""
-
-    kind: str
-    name: str
-    source: TokenSource
-    windows: Windows
-    data: DataBundle | None
+    yield Finding(line.format(**about), about)
 
 
 def _text(
@@ -170,12 +224,30 @@ def _text(
     text: str | None,
     seq_len: int,
 ) -> _Text:
+    """Open the text; raise an error if the model may have been trained on the split."""
     if text is not None:
         whole = read_text("eval", folder, text)
         name = "standard input" if text == "-" else text
         return _Text("text", name, whole, RollingWindows(whole, seq_len), None)
-    data = _open_data(folder, config, checkpoint)
-    source = _split_of(data, split, seq_len)
+    data = open_data(
+        config.data,
+        seed=config.seed,
+        seq_len=config.seq_len,
+        run_folder_tokenizer=folder.tokenizer,
+    )
+    before, now = read_meta(checkpoint)["data"], data.description
+    for name in _SAME_DATA:
+        old, new = before.get(name), now.get(name)
+        hint = "The text or its division has changed: the model may have been trained on this part."
+        check(old == new, "eval", f"data {name}", f"be that of the run ({old})", new, hint)
+    source = data.test if split == "test" else data.validation
+    if source is None:
+        hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
+        fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
+    if source.num_windows(seq_len) == 0:
+        assert isinstance(source, TextSource)
+        rule = f"be below the {source.num_tokens} tokens of the {split} text"
+        fail("eval", "--seq-len", rule, seq_len)
     windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
     return _Text(split, config.data.source, source, windows, data)
 
@@ -184,46 +256,81 @@ def _identity(checkpoint: Path, config: TrainConfig, part: _Text) -> dict[str, A
     """Identity of the model and the text, for :func:`save_measurement`."""
     data, sums = read_meta(checkpoint)["data"], (checkpoint / SUMS).read_bytes()
     found = {
+        "split": part.kind,
+        "text": part.name,
         "tokenizer": data["tokenizer_fingerprint"],
         "seed": config.seed,
         "checkpoint_sha256": hashlib.sha256(sums).hexdigest(),
     }
-    if part.data is None:  # each window is from one document, whatever the mask
+    if part.data is None:  # each sequence is from one document, whatever the mask
         assert isinstance(part.source, TextSource)
         return {**found, "text_sha256": hashlib.sha256(part.source.tokens.tobytes()).hexdigest()}
     found |= {"text_sha256": data.get(f"{part.kind}_sha256"), "data_seed": data.get("seed")}
     return {**found, "document_mask": config.data.document_mask}
 
 
-def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
-    figures = result.figures()
-    yield _finding(
-        part.kind + ": {windows} of {windows_available} windows of {seq_len} tokens, "
-        "{num_targets:,.0f} targets that spell {num_bytes:,.0f} bytes of {text}",
-        split=None if part.data is None else part.kind,
-        text=part.name,
-        windows=number,
-        windows_available=len(part.windows),
-        seq_len=part.windows.seq_len,
-        num_targets=figures["num_targets"],
-        num_bytes=figures["num_bytes"],
-    )
-    yield _finding("loss: {loss_nats:.4f} nats per token", loss_nats=figures["loss_nats"])
-    yield _finding("bits per byte: {bits_per_byte:.4f}", bits_per_byte=figures["bits_per_byte"])
-    bins = result.by_position()
-    shown = ", ".join(f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
-    yield Finding(f"nats per token by tokens of context, from: {shown}", {"positions": bins})
-
-
-def _repeats(name: str, found: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Loss of repeated passages by the distance back to the first occurrence."""
+def _repeats(found: list[dict[str, Any]]) -> str:
+    """Loss of repeated passages by the distance back to their first occurrence."""
     shown = (
         f"{one['distance']}: {one['loss_nats']:.3f} (first {one['first_loss_nats']:.3f})"
         for one in found
     )
-    line = "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
-    if found:
-        yield Finding(line, {name: found})
+    return "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
+
+
+def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
+    figures, bins = result.figures(), result.by_position()
+    about = {
+        "split": None if part.data is None else part.kind,
+        "text": part.name,
+        "windows": number,
+        "windows_available": len(part.windows),
+        "seq_len": part.windows.seq_len,
+        "num_targets": figures["num_targets"],
+        "num_bytes": figures["num_bytes"],
+    }
+    line = (
+        "{windows} of {windows_available} sequences of {seq_len} tokens, "
+        "{num_targets:,.0f} targets, {num_bytes:,.0f} bytes of {text}"
+    )
+    yield Finding(f"{part.kind}: {line.format(**about)}", about)
+    for name, line in (
+        ("loss_nats", "loss: {:.4f} nats per token"),
+        ("bits_per_byte", "bits per byte: {:.4f}"),
+    ):
+        yield Finding(line.format(figures[name]), {name: figures[name]})
+    shown = ", ".join(f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
+    yield Finding(f"nats per token by tokens of context, from: {shown}", {"positions": bins})
+
+
+def _baseline(
+    data: DataBundle, source: TokenSource, result: Measurement, seq_len: int, chosen: list[int]
+) -> Iterator[Finding]:
+    """Loss that a model must be compared with on sequences of a split."""
+    if data.description["synthetic"]:
+        ideal = data.description["ideal_loss_nats"]
+        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
+        yield Finding(line, {"ideal_loss_nats": ideal})
+        return
+    train = data.train
+    if not isinstance(train, TextSource):
+        how = "nsa data prepare makes shards of a stream"
+        line = f"no bigram baseline: the source does not keep its training text ({how})"
+        yield Finding(line, {})
+        return
+    if isinstance(train, ShardSource):  # in memory, only as much as a bigram model needs
+        first = train.read(0, _BIGRAM_TOKENS)
+        train = TextSource([first], train.separator_id, train.token_bytes)
+    assert isinstance(source, TextSource), "a split without text"
+    tokens: Ids = np.stack([source.window(seq_len, index) for index in chosen])
+    bigram = bigram_bits_per_byte(train, source, windows=tokens)
+    is_part = train.num_tokens < data.description["train_tokens"]
+    counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
+    line = f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text"
+    yield Finding(f"{line}, measured on the same sequences", {"bigram_bits_per_byte": bigram})
+    difference = bigram - result.figures()["bits_per_byte"]
+    verdict = f"{abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'}"
+    yield Finding(f"the model is {verdict} than the bigram baseline", {})
 
 
 # --- another run ----------------------------------------------------------------------------------
@@ -243,83 +350,14 @@ def _paired(
     against: RunFolder, step: int, first: Measurement, second: Measurement
 ) -> Iterator[Finding]:
     figures = second.figures()
-    found = _finding(
-        "against step {against_step} of {against}: {against_bits_per_byte:.4f} bits per byte",
-        against=str(against.path),
-        against_step=step,
-        against_loss_nats=figures["loss_nats"],
-        against_bits_per_byte=figures["bits_per_byte"],
-    )
-    positions = second.by_position()
-    yield Finding(found.line, found.figures | {"against_positions": positions})
+    bits = figures["bits_per_byte"]
+    found = {
+        "against": str(against.path),
+        "against_step": step,
+        "against_loss_nats": figures["loss_nats"],
+        "against_bits_per_byte": bits,
+        "against_positions": second.by_position(),
+    }
+    yield Finding(f"against step {step} of {against.path}: {bits:.4f} bits per byte", found)
     difference = paired_difference([first], [second])
     yield Finding(in_words(difference), difference)
-
-
-# --- data of the run ------------------------------------------------------------------------------
-def _split_of(data: DataBundle, split: Split, seq_len: int) -> TokenSource:
-    source = data.test if split == "test" else data.validation
-    if source is None:
-        hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
-        fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
-    if source.num_windows(seq_len) == 0:
-        assert isinstance(source, TextSource)
-        rule = f"be below the {source.num_tokens} tokens of the {split} text"
-        fail("eval", "--seq-len", rule, seq_len)
-    return source
-
-
-def _compared(
-    data: DataBundle, source: TokenSource, figure: float, seq_len: int, windows: list[int]
-) -> Iterator[Finding]:
-    """Baselines for the model's bits per byte on windows of a split."""
-    if data.description["synthetic"]:
-        line = (
-            "lowest possible loss: {ideal_loss_nats:.4f} nats per token (synthetic task, no text)"
-        )
-        yield _finding(line, ideal_loss_nats=data.description["ideal_loss_nats"])
-        return
-    if not isinstance(data.train, TextSource):
-        why = (
-            "the source does not keep its training text (nsa data prepare makes shards of a stream)"
-        )
-        yield Finding(f"no bigram baseline: {why}", {})
-        return
-    train = _in_memory(data.train)
-    assert isinstance(source, TextSource), "a split without text"
-    tokens: Ids = np.stack([source.window(seq_len, index) for index in windows])
-    bigram = bigram_bits_per_byte(train, source, windows=tokens)
-    is_part = train.num_tokens < data.description["train_tokens"]
-    counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
-    yield _finding(
-        "bigram baseline: {bigram_bits_per_byte:.4f} bits per byte, "
-        f"counted on {counted} training text, measured on the same windows",
-        bigram_bits_per_byte=bigram,
-    )
-    difference = bigram - figure
-    verdict = f"{abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'}"
-    yield Finding(f"the model is {verdict} than the bigram baseline", {})
-
-
-def _in_memory(source: TextSource) -> TextSource:
-    """Return a text in memory; of shards only as much as a bigram model needs."""
-    if isinstance(source, ShardSource):
-        first = source.read(0, _BIGRAM_TOKENS)
-        return TextSource([first], source.separator_id, source.token_bytes)
-    return source
-
-
-def _open_data(folder: RunFolder, config: TrainConfig, checkpoint: Path) -> DataBundle:
-    """Open the data of the run; raise an error if the model may have been trained on the split."""
-    data = open_data(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        run_folder_tokenizer=folder.tokenizer,
-    )
-    before, now = read_meta(checkpoint)["data"], data.description
-    for name in _SAME_DATA:
-        old, new = before.get(name), now.get(name)
-        hint = "The text or its division has changed: the model may have been trained on this part."
-        check(old == new, "eval", f"data {name}", f"be that of the run ({old})", new, hint)
-    return data

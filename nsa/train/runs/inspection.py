@@ -1,125 +1,259 @@
-"""Inspection of a model on a text: lines for a terminal, JSON, heat maps and a page."""
+"""Selected blocks and gates of each layer on one text (``nsa inspect``), from a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
 
+from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.lm.config import LMConfig
-from nsa.lm.inspection import (
-    HISTOGRAM_BINS,
-    QUANTILES,
-    LayerFigures,
-    Range,
-    inspect_text,
-    merged,
-)
+from nsa.lm.model import LanguageModel
 from nsa.lm.recorded import save_selections
+from nsa.module import NativeSparseAttention
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
-from nsa.train.data import Tokenizer, load_tokenizer, open_data
+from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model, read_text
-from nsa.train.runs.page import figure_element, page, table
+from nsa.train.runs.evaluation import load_model, read_text
+from nsa.train.runs.report import Plot, figure_element, layers_figure, page, table
+from nsa.train.telemetry.metrics import Row
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
+HISTOGRAM_BINS = 20
+MAP_SIZE = 128
 _NUM_QUERIES = 8
-_EXCERPT = 60  # characters
 _BAR_WIDTH = 64
 _SHADES = " ░▒▓█"
 _MAPS_PER_ROW = 4
 
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Gates and selection of a layer on a text.
+
+    Attributes:
+        layer: index of the layer, from 0.
+        gates: by enabled branch over all tokens and query heads: ``mean``; ``quantiles`` at
+            :data:`QUANTILES`, by nearest rank; ``histogram``, fraction in each of
+            ``HISTOGRAM_BINS`` equal parts of 0 to 1; ``head_means``.
+        selection: None if the selected branch is disabled, otherwise ``block_size``;
+            ``keys_mean``, visible selected keys of a query, mean over queries and KV heads;
+            ``distance_mean``, mean distance from a query back to these keys, tokens;
+            ``distance_tokens`` and ``distance_counts``, lower bounds of bins 0, 1, 2, 4, .. blocks
+            before the query's own, in tokens, and the number of selected blocks in each bin;
+            ``overlap``, fraction of a query's blocks that the query ``lag_tokens`` before it also
+            selected, per KV head; ``ranges`` of some queries, selected blocks of each KV head as
+            token ranges ``[start, end)``, adjacent blocks merged.
+        blocks: block indices int32 ``[T, Hkv, n]`` on the CPU, -1 for unused entries; without
+            entries if the selected branch is disabled.
+    """
+
+    layer: int
+    gates: dict[str, dict[str, Any]]
+    selection: dict[str, Any] | None
+    blocks: NDArray[np.int32]
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """Gates and selected blocks of each layer of a model on a text.
+    """Layers of a model on a text.
 
     Attributes:
-        run: folder of the run.
-        step: optimizer steps of the checkpoint.
-        device: where it was computed.
-        compute_dtype: ``bf16`` or ``fp32``.
-        text: name of the text.
+        about: checkpoint and text, as in the JSON.
         tokens: tokens of the text.
-        tokenizer: tokenizer of the run.
-        layers: figures of each layer.
+        layers: the layers with sparse attention.
     """
 
-    run: str
-    step: int
-    device: str
-    compute_dtype: str
-    text: str
+    about: dict[str, Any]
     tokens: list[int]
-    tokenizer: Tokenizer
-    layers: list[LayerFigures]
-
-    @property
-    def about(self) -> str:
-        """Checkpoint and text in one line."""
-        where = f"step {self.step} of {self.run}, on {self.device} in {self.compute_dtype}"
-        return f"{where}; {len(self.tokens):,} tokens of {self.text}"
+    layers: list[Layer]
 
     def lines(self) -> Iterator[str]:
-        """A line for each layer."""
-        yield f"checkpoint: {self.about}"
+        """Lines for a terminal: the checkpoint, then each layer."""
+        yield f"checkpoint: {_about(self)}"
         for layer in self.layers:
-            means = (f"{branch} {gates.mean:.3f}" for branch, gates in layer.gates.items())
-            line, selection = f"layer {layer.layer}: gates {', '.join(means)}", layer.selection
-            if selection is not None:
-                line += f" | selected: {selection.keys_mean:,.1f} keys a query, "
-                line += f"{selection.distance_mean:,.1f} tokens back, "
-                line += f"{selection.overlap.get(1, 0.0):.1%} shared with the query before"
+            means = (f"{branch} {gates['mean']:.3f}" for branch, gates in layer.gates.items())
+            line = f"layer {layer.layer}: gates {', '.join(means)}"
+            if layer.selection is not None:
+                keys, distance, shared = _summary(layer.selection)
+                line += f" | selected: {keys:,.1f} keys a query, {distance:,.1f} tokens back, "
+                line += f"{shared:.1%} shared with the query before"
             yield line
 
     def json(self) -> dict[str, Any]:
-        """All figures except the heat maps."""
-        return {
-            "run": self.run,
-            "checkpoint_step": self.step,
-            "device": self.device,
-            "compute_dtype": self.compute_dtype,
-            "text": self.text,
-            "num_tokens": len(self.tokens),
-            "gate_quantiles": list(QUANTILES),
-            "layers": [_layer_json(layer) for layer in self.layers],
-        }
+        """All values except the blocks."""
+        names = ("layer", "gates", "selection")
+        layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
+        return {**self.about, "layers": layers}
 
     def record(self, path: Path) -> None:
         """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
 
         Raises:
-            ValueError: the selected branch is disabled.
+            UserError: the selected branch is disabled.
         """
-        found = [layer.selection for layer in self.layers if layer.selection is not None]
+        found = [layer for layer in self.layers if layer.selection is not None]
         rule = "be given for a model with the selected branch"
         check(bool(found), "inspect", "--record", rule, path)
-        save_selections(path, [each.blocks for each in found], found[0].block_size)
+        assert found[0].selection is not None
+        blocks = [torch.from_numpy(layer.blocks) for layer in found]
+        save_selections(path, blocks, found[0].selection["block_size"])
 
 
-def _layer_json(layer: LayerFigures) -> dict[str, Any]:
-    found = asdict(layer)
-    if layer.selection is not None:
-        selection = found["selection"]
-        del selection["heat_map"], selection["first_query"], selection["blocks"]
-        ranges = layer.selection.ranges.items()
-        selection["overlap"] = [
-            {"lag_tokens": lag, "share": share} for lag, share in layer.selection.overlap.items()
-        ]
-        selection["ranges"] = [{"query": query, "kv_heads": heads} for query, heads in ranges]
+@torch.no_grad()
+def inspect_text(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    *,
+    queries: Sequence[int] = (),
+) -> list[Layer]:
+    """Return gates and selection of each sparse layer on one text.
+
+    Args:
+        model: the language model, not compiled; call this under autocast if it was trained so.
+        tokens: tokens of the text, at least one.
+        queries: positions whose ranges are returned.
+
+    Returns:
+        The sparse layers; none for a dense model.
+    """
+    found = list[Layer]()
+
+    def observe(layer: int, config: NSAConfig, gates: Tensor, blocks: Tensor | None) -> None:
+        ids, selection = np.empty((0, 0, 0), np.int32), None
+        if blocks is not None:
+            ids = blocks.cpu().numpy()
+            selection = selection_figures(ids, config.block_size, queries)
+        found.append(Layer(layer, gate_figures(gates, config), selection, ids))
+
+    layers = [layer.attention for layer in model.decoder_layers()]
+    was_training = model.training
+    try:
+        for number, layer in enumerate(layers):
+            if isinstance(layer, NativeSparseAttention):
+                layer.observer = partial(observe, number, layer.config)
+        model.eval().hidden_states(torch.tensor(tokens, device=model.embedding.weight.device))
+    finally:
+        model.train(was_training)
+        for layer in layers:
+            if isinstance(layer, NativeSparseAttention):
+                layer.observer = None
     return found
 
 
+def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
+    """Values of :class:`Layer` for each enabled branch.
+
+    Args:
+        gates: ``[T, Hq, 3]``, order (cmp, slc, win).
+        config: the sparse pattern.
+    """
+    found = dict[str, dict[str, Any]]()
+    for branch in config.branches:
+        values = gates[..., BRANCHES.index(branch)].float()
+        ordered = values.flatten().sort().values
+        last = ordered.shape[0] - 1
+        histogram = torch.histc(ordered, HISTOGRAM_BINS, 0.0, 1.0) / ordered.shape[0]
+        found[branch] = {
+            "mean": float(values.double().mean()),
+            "quantiles": [float(ordered[round(quantile * last)]) for quantile in QUANTILES],
+            "histogram": histogram.tolist(),
+            "head_means": values.double().mean(0).tolist(),
+        }
+    return found
+
+
+def selection_figures(
+    blocks: NDArray[np.int32], size: int, queries: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Values of :class:`Layer` for the blocks that the queries of one text selected.
+
+    Args:
+        blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
+        size: tokens of a block.
+        queries: positions whose ranges are returned.
+    """
+    ids = blocks.astype(np.int64)
+    num_tokens, heads, _ = ids.shape
+    position, present = np.arange(num_tokens)[:, None, None], ids >= 0
+    edges = [1 << power for power in range(((num_tokens - 1) // size).bit_length())]
+    bins = np.digitize((position // size - ids)[present], edges)
+    seen = np.minimum(position + 1 - ids * size, size) * present
+    distances = (seen * (position - ids * size) - seen * (seen - 1) // 2).sum()
+    return {
+        "block_size": size,
+        "keys_mean": int(seen.sum()) / (num_tokens * heads),
+        "distance_mean": int(distances) / int(seen.sum()),
+        "distance_tokens": [0, *(edge * size for edge in edges)],
+        "distance_counts": np.bincount(bins, minlength=len(edges) + 1).tolist(),
+        "overlap": [
+            {"lag_tokens": lag, "share": _overlap(ids, lag)} for lag in LAGS if lag < num_tokens
+        ],
+        "ranges": [
+            {"query": query, "kv_heads": [_ranges([head], query, size) for head in ids[query]]}
+            for query in queries
+        ],
+    }
+
+
+def _overlap(ids: NDArray[np.int64], lag: int) -> float:
+    """Fraction of blocks that the query ``lag`` tokens before also selected."""
+    now, before = ids[lag:], ids[:-lag]
+    shared = sum((now == before[..., n, None])[now >= 0].sum() for n in range(ids.shape[-1]))
+    return int(shared) / int((now >= 0).sum())
+
+
+def _ranges(heads: Iterable[Iterable[int]], query: int, size: int) -> list[Range]:
+    """Token ranges that any of some KV heads selected, ascending, adjacent blocks merged."""
+    found = list[Range]()
+    for block in sorted({int(block) for head in heads for block in head} - {-1}):
+        start, end = block * size, min(block * size + size, query + 1)
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found
+
+
+def heat_map(blocks: NDArray[np.int32], size: int, first_query: int) -> NDArray[np.float32]:
+    """Fraction of the blocks in an interval of a text that queries in an interval selected.
+
+    Args:
+        blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
+        size: tokens of a block.
+        first_query: position of the query in the first row.
+
+    Returns:
+        ``[rows, columns]``, intervals of queries and of blocks, over all KV heads.
+    """
+    num_tokens, heads, _ = blocks.shape
+    num_queries, num_blocks = num_tokens - first_query, -(-num_tokens // size)
+    rows, columns = min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)
+    row = np.arange(num_queries) * rows // num_queries
+    column = np.arange(num_blocks) * columns // num_blocks
+    hits, shown = np.zeros((rows, columns), np.float32), blocks[first_query:]
+    np.add.at(hits, (np.broadcast_to(row[:, None, None], shown.shape), column[shown]), shown >= 0)
+    possible = np.outer(np.bincount(row), np.bincount(column)) * heads
+    return hits / possible.astype(np.float32)
+
+
+# --- a run ----------------------------------------------------------------------------------------
 def inspect_run(
     folder: RunFolder,
     *,
@@ -128,7 +262,7 @@ def inspect_run(
     device: str = "auto",
     num_tokens: int | None = None,
 ) -> Inspection:
-    """Run a checkpoint over a text and record what its layers do.
+    """Inspect the layers of a checkpoint on a text.
 
     Args:
         folder: the run, of a model with Native Sparse Attention.
@@ -140,23 +274,28 @@ def inspect_run(
             documents, only the longest document of these tokens is read.
 
     Raises:
-        ValueError: no such checkpoint or device, a dense model, no text or too little of it.
+        UserError: no such checkpoint or device, a dense model, no text or too little of it.
     """
     config = folder.load_config()
     rule = "be a run of a model with attention nsa"
     check(config.model.attention == "nsa", "inspect", "RUN", rule, config.model.attention)
     check(num_tokens is None or num_tokens > 1, "inspect", "--tokens", "be above 1", num_tokens)
-    place, path = choose_device(device), find_checkpoint("inspect", folder.checkpoints, checkpoint)
-    count = num_tokens or config.seq_len
-    tokens, name = _tokens(folder, config, text, count)
-    model, step = load_model(config.model, path, place)
-    size = len(tokens)
-    queries = sorted({(part + 1) * size // _NUM_QUERIES - 1 for part in range(_NUM_QUERIES)} - {-1})
-    with autocast(place, config.compute_dtype):
-        layers = inspect_text(model, tokens, queries=queries)
-    tokenizer = load_tokenizer(folder.tokenizer)
-    dtype, run = config.compute_dtype, str(folder.path)
-    return Inspection(run, step, place.type, dtype, name, tokens, tokenizer, layers)
+    on, path = choose_device(device), find_checkpoint("inspect", folder.checkpoints, checkpoint)
+    tokens, name = _tokens(folder, config, text, num_tokens or config.seq_len)
+    model, step = load_model(config.model, path, on)
+    ends = {(part + 1) * len(tokens) // _NUM_QUERIES - 1 for part in range(_NUM_QUERIES)}
+    with autocast(on, config.compute_dtype):
+        layers = inspect_text(model, tokens, queries=sorted(ends - {-1}))
+    about = {
+        "run": str(folder.path),
+        "checkpoint_step": step,
+        "device": on.type,
+        "compute_dtype": config.compute_dtype,
+        "text": name,
+        "num_tokens": len(tokens),
+        "gate_quantiles": list(QUANTILES),
+    }
+    return Inspection(about, tokens, layers)
 
 
 def _tokens(
@@ -184,110 +323,69 @@ def _tokens(
     return tokens.tolist(), name
 
 
-# --- the page -------------------------------------------------------------------------------------
-def inspection_page(inspection: Inspection) -> str:
-    """Return the page as HTML; it needs no other file.
+def _about(found: Inspection) -> str:
+    return (
+        "step {checkpoint_step} of {run}, on {device} in {compute_dtype}; "
+        "{num_tokens:,} tokens of {text}"
+    ).format(**found.about)
 
-    Args:
-        inspection: the figures.
-    """
-    layers, sections = inspection.layers, dict[str, str]()
-    sections["Summary"] = f"<p>{escape(inspection.about)}</p>\n{_summary(layers)}"
+
+def _summary(selection: dict[str, Any]) -> tuple[float, float, float]:
+    """Keys of a query, their distance, and the overlap with the query before."""
+    shared = selection["overlap"][0]["share"] if selection["overlap"] else 0.0
+    return selection["keys_mean"], selection["distance_mean"], shared
+
+
+# --- the page -------------------------------------------------------------------------------------
+def inspection_page(found: Inspection) -> str:
+    """Return the page as HTML; it needs no other file."""
+    layers, numbers = found.layers, [layer.layer for layer in found.layers]
+    curves = [row for layer in layers for row in _curves(layer)]
+    head = ["layer", *(f"gate {branch}, mean" for branch in layers[0].gates)]
+    rows = [[x.layer, *(round(gates["mean"], 4) for gates in x.gates.values())] for x in layers]
+    parts = dict[str, str]()
     if layers[0].selection is not None:
-        caption = (
+        head += ["selected keys a query", "distance, tokens", "shared with the query before"]
+        for row, layer in zip(rows, layers, strict=True):
+            if layer.selection is not None:
+                row += [round(value, 4) for value in _summary(layer.selection)]
+        parts["Selected blocks"] = figure_element(
+            heat_maps(layers),
             "Share of the blocks in a part of the text (to the right) that the queries in a part "
-            "of it (downwards) selected, over all KV heads."
+            "of it (downwards) selected, over all KV heads.",
         )
-        sections["Selected blocks"] = figure_element(
-            heat_maps(layers, len(inspection.tokens)), caption
-        )
-        sections["Ranges of the last query"] = _ranges(inspection)
-        caption = (
-            "Left: how far back the selected blocks lie, share of all of them. Right: share of a "
-            "query's blocks that the query so many tokens before it selected too."
-        )
-        sections["Distance and overlap"] = figure_element(
-            _panels(
-                layers,
-                ("selected blocks by distance, tokens", _distances),
-                ("blocks shared with the query so many tokens before", _overlaps),
-            ),
+        plots = [Plot("blocks by distance", "distance"), Plot("blocks shared", "shared")]
+        parts["Distance and overlap"] = figure_element(
+            layers_figure(curves, numbers, plots, "tokens before the query"),
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
-    bins = [(part + 0.5) / HISTOGRAM_BINS for part in range(HISTOGRAM_BINS)]
-    sections["Gates"] = figure_element(
-        _panels(
-            layers,
-            *(
-                (f"gate {branch}", lambda layer, of=branch: (bins, layer.gates[of].histogram))
-                for branch in layers[0].gates
-            ),
-        ),
+    plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in layers[0].gates]
+    parts["Gates"] = figure_element(
+        layers_figure(curves, numbers, plots, "gate, percent"),
         "Distribution of the gates of each branch over tokens and query heads.",
     )
-    return page(f"Inspection of {inspection.run}", sections)
+    summary = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"
+    return page(f"Inspection of {found.about['run']}", {"Summary": summary, **parts})
 
 
-def _summary(layers: Sequence[LayerFigures]) -> str:
-    branches = list(layers[0].gates)
-    head = ["layer", *(f"gate {branch}, mean" for branch in branches)]
-    rows: list[list[object]] = [
-        [layer.layer, *(round(layer.gates[branch].mean, 4) for branch in branches)]
-        for layer in layers
-    ]
-    if layers[0].selection is not None:
-        head += ["selected keys a query", "distance, tokens", "shared with the query before"]
-    for row, layer in zip(rows, layers, strict=True):
-        selection = layer.selection
-        if selection is not None:
-            row += [round(selection.keys_mean, 1), round(selection.distance_mean, 1)]
-            row.append(round(selection.overlap.get(1, 0.0), 4))
-    return table(head, rows)
+def _curves(layer: Layer) -> Iterator[Row]:
+    """Points of the curves of a layer, as rows of metrics."""
+    end = f"_layer_{layer.layer}"
+    for branch, gates in layer.gates.items():
+        for part, share in enumerate(gates["histogram"]):
+            yield {"step": 100 * part // HISTOGRAM_BINS, f"gate_{branch}{end}": share}
+    if layer.selection is None:
+        return
+    figures = layer.selection
+    counts = figures["distance_counts"]
+    for tokens, count in zip(figures["distance_tokens"], counts, strict=True):
+        yield {"step": tokens, f"distance{end}": count / sum(counts)}
+    for one in figures["overlap"]:
+        yield {"step": one["lag_tokens"], f"shared{end}": one["share"]}
 
 
-def _ranges(inspection: Inspection) -> str:
-    query, rows = len(inspection.tokens) - 1, list[list[object]]()
-    for layer in inspection.layers:
-        assert layer.selection is not None
-        for start, end in merged(layer.selection.ranges[query]):
-            content = inspection.tokenizer.decode(inspection.tokens[start:end])
-            text = content.decode(errors="replace")
-            shown = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
-            rows.append([layer.layer, f"{start:,} to {end - 1:,}", shown])
-    return table(("layer", "tokens that any KV head selected", "text"), rows)
-
-
-def _distances(layer: LayerFigures) -> tuple[list[str], list[float]]:
-    assert layer.selection is not None
-    counts = layer.selection.distance_counts
-    labels = [f"{tokens:,}" for tokens in layer.selection.distance_tokens]
-    return labels, [count / sum(counts) for count in counts]
-
-
-def _overlaps(layer: LayerFigures) -> tuple[list[str], list[float]]:
-    assert layer.selection is not None
-    return [str(lag) for lag in layer.selection.overlap], [*layer.selection.overlap.values()]
-
-
-def _panels(layers: Sequence[LayerFigures], *panels: tuple[str, Callable[..., Any]]) -> Figure:
-    """Plots side by side, each with its title and a curve per layer, dark to light."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)
-    places = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, curve) in zip(places, panels, strict=True):
-        for number, layer in enumerate(layers):
-            style = {"color": shades(number), "label": f"layer {layer.layer}", "marker": "."}
-            axes.plot(*curve(layer), linewidth=1.2, **style)
-        axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        if len(layers) <= 12:
-            axes.legend(fontsize=7)
-    return figure
-
-
-# --- selections -----------------------------------------------------------------------------------
+# --- selections of one query ----------------------------------------------------------------------
 def check_selects(function: str, argument: str, config: LMConfig) -> None:
     """Raise an error for a model that selects no blocks.
 
@@ -304,67 +402,53 @@ def check_selects(function: str, argument: str, config: LMConfig) -> None:
     check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
 
 
-def selection_lines(layers: Sequence[LayerFigures], query: int) -> list[str]:
-    """Lines that show the blocks of one query in each layer: a bar and the merged token ranges.
-
-    Args:
-        layers: figures with the ranges of this query.
-        query: position of the query.
-    """
-    lines = list[str]()
-    for figures in layers:
-        selection = figures.selection
-        assert selection is not None
-        heads, size = selection.ranges[query], selection.block_size
-        if not lines:
+def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
+    """Lines that show the blocks of the last query in each layer: a bar and the token ranges."""
+    for number, layer in enumerate(layers):
+        assert layer.selection is not None
+        size, query, heads = layer.selection["block_size"], len(layer.blocks) - 1, layer.blocks[-1]
+        if number == 0:
             title = f"blocks selected for token {query + 1:,} of the text"
-            lines.append(f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)")
-        ranges = " ".join(f"{start}:{end}" for start, end in merged(heads))
-        lines.append(f"layer {figures.layer:2} |{_bar(heads, query + 1, size)}| {ranges}")
-    return lines
+            yield f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)"
+        ranges = " ".join(f"{start}:{end}" for start, end in _ranges(heads, query, size))
+        yield f"layer {layer.layer:2} |{_bar(heads.tolist(), query // size + 1)}| {ranges}"
 
 
-def _bar(heads: Sequence[Sequence[Range]], num_tokens: int, block_size: int) -> str:
+def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:
     """Bar of the text so far, darker where more KV heads selected more blocks."""
-    num_blocks = -(-num_tokens // block_size)
-    hits = [0] * num_blocks
-    for start, end in (piece for head in heads for piece in head):
-        for block in range(start // block_size, -(-end // block_size)):
-            hits[block] += 1
+    hits = [sum(block in head for head in heads) for block in range(num_blocks)]
     width = min(num_blocks, _BAR_WIDTH)
     bounds = [-(-column * num_blocks // width) for column in range(width + 1)]
-    shares = [sum(hits[a:b]) / ((b - a) * len(heads)) for a, b in pairwise(bounds)]
+    fractions = [sum(hits[a:b]) / ((b - a) * len(heads)) for a, b in pairwise(bounds)]
     # Rounded up, so that a single selected block is visible.
-    return "".join(_SHADES[ceil(share * (len(_SHADES) - 1))] for share in shares)
+    return "".join(_SHADES[ceil(one * (len(_SHADES) - 1))] for one in fractions)
 
 
-def heat_maps(layers: Sequence[LayerFigures], num_tokens: int) -> Figure:
+def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
     """Draw a heat map for each layer: queries downwards, keys to the right.
 
     Args:
-        layers: figures with selected blocks, at least one.
-        num_tokens: tokens of the text.
+        layers: layers with selected blocks, at least one.
+        first_query: position of the query in the first row.
     """
     across = min(len(layers), _MAPS_PER_ROW)
     down = -(-len(layers) // across)
     figure = Figure(figsize=(3.2 * across + 1, 2.8 * down + 0.4), layout="constrained")
-    places = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat
-    colours = mpl.colormaps["viridis"]
-    for axes, figures in zip(places, layers, strict=False):
-        selection = figures.selection
-        assert selection is not None
-        first, right = selection.first_query, -(-num_tokens // selection.block_size)
+    every = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes, layer in zip(every, layers, strict=False):
+        assert layer.selection is not None
+        size, num_tokens = layer.selection["block_size"], len(layer.blocks)
         image = axes.imshow(
-            selection.heat_map.numpy(),
+            heat_map(layer.blocks, size, first_query),
             vmin=0,
             vmax=1,
-            cmap=colours,
+            cmap="viridis",
             aspect="auto",
             interpolation="nearest",
-            extent=(0, right * selection.block_size, num_tokens, first),
+            extent=(0, -(-num_tokens // size) * size, num_tokens, first_query),
         )
-        axes.set_title(f"layer {figures.layer}", fontsize=9)
-    for axes in [*places][len(layers) :]:
+        axes.set_title(f"layer {layer.layer}", fontsize=9)
+    for axes in every[len(layers) :]:
         axes.set_visible(False)
     figure.supxlabel("key, token", fontsize=9)
     figure.supylabel("query, token", fontsize=9)

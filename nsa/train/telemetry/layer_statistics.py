@@ -12,7 +12,7 @@ from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops.statistics import LARGE, MAXIMA, UNIT, Statistics, new_statistics
 from nsa.stages import TELEMETRY, in_stage
-from nsa.train.telemetry.delayed import LateReader
+from nsa.train.telemetry.throughput import LateReader
 
 DEAD = 0.02  # of the sum of the gates
 UNIFORM = 0.999  # entropy, relative to the largest possible one

@@ -205,27 +205,22 @@ class MetricsWriter:
         self._num_rows, self._digest = len(lines), hashlib.sha256(b"".join(lines))
         rows = read_metrics(self._jsonl.path)
         self._last_step = self._begun_after = int(rows[-1]["step"]) if rows else -1
-        self._rewrite_csv(_names(rows))
+        self._rewrite_csv(names(rows))
 
     def _write_jsonl(self, rows: Sequence[Row]) -> None:
         self._jsonl.append(b"".join(map(_to_line, rows)))
 
     def _write_csv(self, rows: Sequence[Row]) -> None:
-        columns = list(dict.fromkeys([*self._columns, *_names(rows)]))
-        if columns != self._columns or not self._csv.path.exists():
+        columns = list(dict.fromkeys([*self._columns, *names(rows)]))
+        if columns == self._columns and self._csv.path.exists():
+            self._csv.append(csv_text(columns, rows).encode())
+        else:
             self._rewrite_csv(columns)
-            return
-        text = io.StringIO()
-        csv.DictWriter(text, columns).writerows(map(csv_cells, rows))
-        self._csv.append(text.getvalue().encode())
 
     def _rewrite_csv(self, columns: list[str]) -> None:
-        text = io.StringIO()
-        if columns:
-            writer = csv.DictWriter(text, columns)
-            writer.writeheader()
-            writer.writerows(map(csv_cells, read_metrics(self._jsonl.path)))
-        replace_text(self._csv.path, text.getvalue())
+        head = ",".join(columns) + "\r\n" if columns else ""
+        text = csv_text(columns, read_metrics(self._jsonl.path))
+        replace_text(self._csv.path, head + text)
         self._columns = columns
 
     def _write_tensorboard(self, rows: Sequence[Row]) -> None:
@@ -255,15 +250,16 @@ def numbers(row: Row, *without: str) -> dict[str, float]:
     return {name: float(value) for name, value in row.items() if name not in without}
 
 
-def csv_cells(row: Row) -> dict[str, str]:
-    """Cells of a row in the CSV; booleans are spelled as in JSON."""
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in row.items()
-    }
+def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows of the CSV without its header; booleans are spelled as in JSON."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    for row in rows:
+        writer.writerow({x: str(y).lower() if isinstance(y, bool) else y for x, y in row.items()})
+    return text.getvalue()
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def names(rows: Sequence[Row]) -> list[str]:
     """Names of all metrics in the order in which they first appear."""
     return list(dict.fromkeys(name for row in rows for name in row))
 

@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -37,38 +37,38 @@ class RunReport:
         steps: optimizer steps of the run.
         stream: output for the user; None means standard output. On a terminal a bar shows the
             newest row and lines are printed above it; elsewhere each row is a line.
-        held: whether nothing is written to the files before :meth:`begin`. A command that is
+        buffered: whether nothing is written to the files before :meth:`begin`. A command that is
             refused or interrupted before it leaves no lines in the files.
     """
 
     def __init__(
-        self, log: Path | None, steps: int, stream: TextIO | None = None, *, held: bool = False
+        self,
+        log: Path | None,
+        steps: int,
+        stream: TextIO | None = None,
+        *,
+        buffered: bool = False,
     ) -> None:
-        self._log, self._steps, self._held = log, steps, held
-        self._stream = stream or sys.stdout
-        self._handlers: list[logging.Handler] = []
-        self._files: list[_LineFile] = []
+        self._steps, self._level, self._buffered = steps, logging.NOTSET, buffered
         self._bar: _BarHandler | None = None
-        self._level = logging.NOTSET
+        self._files: list[_LineFile] = []
+        self._handlers: list[logging.Handler] = []
+        if log is not None:
+            stream = stream or sys.stdout
+            raw = stream.raw if isinstance(stream, Terminal) else stream  # the bar moves the cursor
+            console = Console(file=cast(TextIO, _LossyStream(raw)))
+            self._bar = _BarHandler(console, steps) if console.is_terminal else None
+            lines = logging.StreamHandler(cast(TextIO, _LossyStream(stream)))
+            self._files = [_LineFile(log), _EventFile(log.with_name("events.jsonl"))]
+            self._handlers = [*self._files, self._bar or lines]
 
     def __enter__(self) -> RunReport:
         self._level = _LOGGER.level
-        if self._log is None:
-            _LOGGER.setLevel(logging.ERROR)
-            return self
-        stream = self._stream
-        raw = stream.raw if isinstance(stream, Terminal) else stream  # the bar moves the cursor
-        console = Console(file=cast(TextIO, _LossyStream(raw)))
-        self._bar = _BarHandler(console, self._steps) if console.is_terminal else None
-        lines = logging.StreamHandler(cast(TextIO, _LossyStream(self._stream)))
-        events = _EventFile(self._log.with_name("events.jsonl"))
-        self._files = [_LineFile(self._log), events]
-        self._handlers = [*self._files, self._bar or lines]
-        if not self._held:
+        _LOGGER.setLevel(logging.INFO if self._handlers else logging.ERROR)
+        if not self._buffered:
             self.begin()
         for handler in self._handlers:
             _LOGGER.addHandler(handler)
-        _LOGGER.setLevel(logging.INFO)
         return self
 
     def __exit__(
@@ -92,7 +92,7 @@ class RunReport:
     def begin(self) -> None:
         """Write the buffered lines, and every later line immediately."""
         for file in self._files:
-            file.write_held()
+            file.begin()
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Report a row of metrics."""
@@ -141,57 +141,54 @@ class _LossyStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            return self._lose(error)
+        with self._losing():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._losing():
             self._stream.flush()
-        except OSError as error:
-            self._lose(error)
 
-    def _lose(self, error: OSError) -> int:
-        # A full disk may have room again; a closed terminal or pipe stays closed.
-        if error.errno in (errno.EPIPE, errno.EIO):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            # Otherwise flushing the buffers would fail at the end of the process.
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-        return 0
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # A full disk may have room again; a closed terminal or pipe stays closed.
+            if error.errno in (errno.EPIPE, errno.EIO):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                # Otherwise flushing the buffers would fail at the end of the process.
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
 
 class _LineFile(logging.Handler):
-    """Log file that buffers its lines until they are released."""
+    """Log file that buffers its lines until :meth:`begin`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._file, self._has_complained, self._is_held = AppendedFile(path), False, True
-        self._held: list[bytes] = []
+        self._file, self._has_complained, self._begun = AppendedFile(path), False, False
+        self._lines: list[bytes] = []
 
-    def write_held(self) -> None:
+    def begin(self) -> None:
         """Write the buffered lines, and every later line immediately."""
-        self._is_held = False
-        self._write()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._held.append(f"{self.format(record)}\n".encode(errors="replace"))
-        self._write()
-
-    def _write(self) -> None:
-        if self._is_held or not self._held:
-            return
+        self._begun = True
         try:
-            self._file.append(b"".join(self._held))
+            if self._lines:
+                self._file.append(b"".join(self._lines))
         except OSError as error:
             with suppress(OSError):  # a closed terminal
                 if not self._has_complained:
                     why = f"{self._file.path} could not be written ({error})"
                     print(f"nsa: {why}; lines are lost", file=sys.stderr)
             self._has_complained = True
-        self._held.clear()
+        self._lines.clear()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{self.format(record)}\n".encode(errors="replace"))
+        if self._begun:
+            self.begin()
 
 
 class _EventFile(_LineFile):

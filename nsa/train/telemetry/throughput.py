@@ -1,4 +1,4 @@
-"""Use of a device: peak arithmetic rate, memory, utilisation, and times of steps."""
+"""Readings of a device: peak rate, memory, utilisation, small tensors, and times of steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+Info = TypeVar("Info")
 
 # Dense bf16 matrix products with fp32 accumulation, operations a second, from NVIDIA's data sheets
 # (without sparsity).
@@ -64,7 +67,7 @@ def memory_row(device: torch.device) -> dict[str, float]:
 def utilisation_row(device: torch.device) -> dict[str, float]:
     """Metric of the utilisation of a GPU; empty on a CPU and if the driver does not report it.
 
-    The driver reports it through nvidia-ml-py, which a run does not need; ``nsa doctor`` checks it.
+    The driver reports it through nvidia-ml-py, which a run does not need.
 
     Args:
         device: device of the run; nothing waits for it.
@@ -80,17 +83,44 @@ def utilisation_row(device: torch.device) -> dict[str, float]:
         return {}
 
 
-class _HostEvent:
-    """A time of the host's clock, with the methods of a CUDA event."""
+class LateReader(Generic[Info]):
+    """A queue of small device tensors that are read some steps after they were computed.
+
+    :meth:`put` starts a copy to the host and returns at once; :meth:`take` waits for that copy
+    only, while the device continues with later work.
+    """
 
     def __init__(self) -> None:
-        self._at = time.perf_counter()
+        self._waiting: deque[tuple[Info, Tensor, torch.cuda.Event | None]] = deque()
+
+    def put(self, info: Info, values: Tensor) -> None:
+        """Queue ``values``, a 1-D tensor, with data of the host."""
+        copied = None
+        if values.device.type == "cuda":
+            host = torch.empty_like(values, device="cpu", pin_memory=True)
+            values, device = host.copy_(values, non_blocking=True), values.device
+            copied = torch.cuda.current_stream(device).record_event()
+        self._waiting.append((info, values, copied))
+
+    def take(self, keep: int) -> list[tuple[Info, list[float]]]:
+        """Take all entries except the newest ``keep``, oldest first."""
+        taken = []
+        while len(self._waiting) > keep:
+            info, host, copied = self._waiting.popleft()
+            if copied is not None:
+                copied.synchronize()
+            taken.append((info, host.tolist()))
+        return taken
+
+
+class _HostEvent(float):
+    """A time of the host's clock in ms, with the methods of a CUDA event."""
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: _HostEvent) -> float:
-        return 1000 * (end._at - self._at)
+    def elapsed_time(self, end: float) -> float:
+        return end - self
 
 
 @dataclass
@@ -135,11 +165,11 @@ class DeviceClock:
             pause_follows: whether something other than a step comes next, for example an
                 evaluation, whose time belongs to no step.
         """
-        begin, issued = self._now(), time.perf_counter()
+        begin, issued = self._now(), _host_ms()
         if self._previous is not None:
             self._previous.until = begin
         yield
-        host_ms, end = 1000 * (time.perf_counter() - issued), self._now()
+        host_ms, end = _host_ms() - issued, self._now()
         step = _TimedStep(begin, end, end, host_ms, self._num_steps >= STARTING_STEPS)
         self._num_steps += 1
         self._previous = None if pause_follows else step
@@ -153,12 +183,10 @@ class DeviceClock:
             on a GPU also ``gpu_step_time_ms`` and ``host_time_ms``, means over the steps. Empty
             without a step.
         """
-        done = []
+        done, found = list[_TimedStep](), {}
         while self._waiting and self._waiting[0].until.query():
             done.append(self._waiting.popleft())
-        found = {}
-        warm = [step.begin.elapsed_time(step.until) for step in done if step.is_warm]
-        if warm:
+        if warm := [step.begin.elapsed_time(step.until) for step in done if step.is_warm]:
             found["step_time_max_ms"] = max(warm)
         if done and self._on_gpu:
             spans = [step.begin.elapsed_time(step.end) for step in done]
@@ -168,7 +196,11 @@ class DeviceClock:
 
     def _now(self) -> Any:
         if not self._on_gpu:
-            return _HostEvent()
+            return _HostEvent(_host_ms())
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _host_ms() -> float:
+    return 1000 * time.perf_counter()

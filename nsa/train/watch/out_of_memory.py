@@ -78,9 +78,9 @@ def memory_use(error: BaseException) -> str:
         return f"out of memory{end}"
     free, total = (size / _GIB for size in torch.cuda.mem_get_info())
     tensors = torch.cuda.max_memory_allocated() / _GIB
-    held = torch.cuda.memory_reserved() / _GIB
+    reserved = torch.cuda.memory_reserved() / _GIB
     gpu = f"{torch.cuda.get_device_name()} with {total:.1f} GiB"
-    here = f"{held:.1f} GiB held by PyTorch, at most {tensors:.1f} GiB in tensors"
+    here = f"{reserved:.1f} GiB reserved by PyTorch, at most {tensors:.1f} GiB in tensors"
     return f"out of memory on {gpu}: {here}, {free:.1f} GiB free{end}"
 
 
@@ -114,7 +114,7 @@ def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
     checkpoints = list_checkpoints(folder.checkpoints)
     words = remedies(config, resumed=bool(checkpoints))
     if checkpoints:
-        how = f"Go on with: nsa train --resume {folder.path} {words}"
+        how = f"Continue with: nsa train --resume {folder.path} {words}"
         if not words:
             how = "It needs a GPU with more memory."
         return f"The last checkpoint is {checkpoints[-1]}. {how}"
@@ -131,10 +131,10 @@ _MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
     """Apply :func:`check_fits` to a run, with one residual stream and the logits as activations."""
     model, tokens = config.model, config.micro_batch * config.seq_len
-    shares = config.world_size if config.parallel.strategy == "fsdp" else 1
+    parts = config.world_size if config.parallel.strategy == "fsdp" else 1
     logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
     activations = 4 * tokens * model.width + 2 * logits
-    check_fits(function, model, device, shares=shares, activations=activations)
+    check_fits(function, model, device, parts=parts, activations=activations)
 
 
 def check_fits(
@@ -143,7 +143,7 @@ def check_fits(
     device: torch.device,
     *,
     training: bool = True,
-    shares: int = 1,
+    parts: int = 1,
     activations: int = 0,
 ) -> None:
     """Check that weights, and in training gradients and moments, fit into the free memory.
@@ -155,17 +155,17 @@ def check_fits(
         config: the model.
         device: device of the model.
         training: whether gradients and moments are needed too.
-        shares: number of processes that the model is divided among.
+        parts: number of processes that the model is divided among.
         activations: bytes needed in addition to the model.
 
     Raises:
         UserError: the free memory is not enough.
     """
     parameters = parameters_by_part(config)["total"]
-    needed, free = parameters * _WEIGHT_BYTES / shares, free_memory(device)
+    needed, free = parameters * _WEIGHT_BYTES / parts, free_memory(device)
     what, hint = "", "Give --device cpu, or end other programs that use memory."
     if training:
-        needed = parameters * _TRAINING_BYTES / shares + activations
+        needed = parameters * _TRAINING_BYTES / parts + activations
         what = " with their gradients and moments"
         what += f" and {activations / _GIB:.1f} GiB of activations" * (activations > 0)
         hint = "`nsa plan` says what a run needs."

@@ -69,7 +69,7 @@ class Requests:
         if self._halt_file is not None and self._halt_file.exists():
             self.stop = HALT
         elif self._agent and os.getppid() != self._agent:
-            self._say(f"torchrun (process {self._agent}) is gone")
+            _say(f"torchrun (process {self._agent}) is gone")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Requests:
@@ -93,21 +93,18 @@ class Requests:
         name = signal.Signals(number).name
         if number == CHECKPOINT_SIGNAL:
             self.checkpoint = True
-            self._say(f"{name} received: a checkpoint after this step")
-            return
-        if self.stop not in (0, HALT):
-            if time.monotonic() - self._stopped < self._same_s:
-                return
-            if number == signal.SIGHUP:  # a closed terminal and its shell both send it
-                return
-            self._say(f"{name} again: leaving at once, without a checkpoint")
+            _say(f"{name} received: a checkpoint after this step")
+        elif self.stop in (0, HALT):
+            self.stop, self._stopped = number, time.monotonic()
+            then = "finishing this step, then a checkpoint; send it again to leave at once"
+            _say(f"{name} received: {then}")
+        # A closed terminal and its shell both send SIGHUP.
+        elif number != signal.SIGHUP and time.monotonic() - self._stopped >= self._same_s:
+            _say(f"{name} again: leaving at once, without a checkpoint")
             os._exit(128 + number)
-        self.stop, self._stopped = number, time.monotonic()
-        then = "finishing this step, then a checkpoint; send it again to leave at once"
-        self._say(f"{name} received: {then}")
 
-    @staticmethod
-    def _say(line: str) -> None:
-        with suppress(OSError):  # a closed terminal
-            # Printing through Python's buffers in a handler may raise.
-            os.write(2, f"{line}\n".encode())
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # a closed terminal
+        # Printing through Python's buffers in a handler may raise.
+        os.write(2, f"{line}\n".encode())

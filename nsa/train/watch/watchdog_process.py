@@ -152,7 +152,7 @@ def watch(process: Process, beats: int) -> None:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGKILL)
                 return
-            process.say("recovery", beat, f"watchdog: rank {process.rank} goes on")
+            process.say("recovery", beat, f"watchdog: rank {process.rank} continues")
             silent_s, size = 0.0, size_of(process.alarm)
         heard = size
 

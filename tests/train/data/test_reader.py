@@ -37,7 +37,7 @@ from nsa.train.data import (
 )
 from nsa.train.data.local import Documents, Found, Place, find_files
 from nsa.train.data.reader import read_documents
-from nsa.train.runs.inputs import read_text
+from nsa.train.runs.evaluation import read_text
 from tests.train.data.data_sets import (
     COMMIT,
     as_clone,

@@ -1,8 +1,9 @@
-"""``nsa inspect``: one text as the model was trained on it, page, JSON, pictures of selections."""
+"""``nsa inspect``: statistics counted slowly, one text of a run, its page and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,18 +12,163 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from nsa.lm.inspection import LayerFigures, inspect_text
+from nsa import NativeSparseAttention
+from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
 from nsa.train.data import load_tokenizer
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inputs import load_model
-from nsa.train.runs.inspection import heat_maps, inspect_run, inspection_page, selection_lines
-from nsa.train.runs.page import save_png
+from nsa.train.runs.inspection import (
+    HISTOGRAM_BINS,
+    MAP_SIZE,
+    QUANTILES,
+    gate_figures,
+    heat_map,
+    heat_maps,
+    inspect_run,
+    inspect_text,
+    inspection_page,
+    selection_figures,
+    selection_lines,
+)
+from nsa.train.runs.report import save_png
 from tests.train.cases import MODEL, PATTERN, new_trainer, tiny_config
 from tests.train.runs.test_report import SVG, Page
 
+TEXT = torch.randint(256, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+SIZE = PATTERN.block_size
 
+
+def model_of(num_layers: int = 2, **changes: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    pattern = dataclasses.replace(PATTERN, **changes)
+    model = LanguageModel(dataclasses.replace(MODEL, num_layers=num_layers, nsa=pattern))
+    for parameter in model.parameters():  # larger than at the start, so that selections differ
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.requires_grad else None
+    return model
+
+
+def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
+    """Up to 4 blocks, the query's own among them, -1 at the end if there are fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.full((num_tokens, heads, 4), -1, dtype=torch.int32)
+    for t, head in itertools.product(range(num_tokens), range(heads)):
+        others = torch.randperm(t // SIZE, generator=generator)[:3].tolist()
+        ids = sorted({t // SIZE, *others})
+        blocks[t, head, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return blocks
+
+
+# --- statistics of a text -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"branches": ("slc", "win"), "compress_rope": "none"},
+        {"branches": ("cmp", "win"), "gate": "softmax"},
+        {"gate": "fixed", "share_kv": True},
+    ],
+)
+def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> None:
+    model, inputs = model_of(**changes), list[Tensor]()
+    for layer in model.decoder_layers():
+        layer.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    before = model.train()(torch.tensor(TEXT))
+    inputs.clear()
+    found = inspect_text(model, TEXT)
+    assert model.training
+    assert [layer.layer for layer in found] == [0, 1]
+    for x, one, layer in zip(inputs, found, model.decoder_layers(), strict=True):
+        attention = layer.attention
+        assert isinstance(attention, NativeSparseAttention)
+        expected = gate_figures(attention.gate(x).detach(), attention.config)
+        for branch, gates in expected.items():
+            assert one.gates[branch]["head_means"] == pytest.approx(gates["head_means"], rel=1e-5)
+        assert (one.selection is None) == ("slc" not in attention.config.branches)
+        if one.selection is not None:
+            assert np.array_equal(one.blocks, attention.choose_blocks(x).numpy())
+        assert attention.observer is None
+    assert torch.equal(model(torch.tensor(TEXT)), before)
+    assert inspect_text(LanguageModel(dataclasses.replace(MODEL, attention="dense")), TEXT) == []
+
+
+@pytest.mark.parametrize(("num_tokens", "first"), [(330, 40), (16 * 300, 16 * 300 - 1)])
+def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
+    """A column of the heat map of the longer text is several blocks."""
+    lag, queries, num_blocks = 8, [0, 15, 16, 100, 329], -(-num_tokens // SIZE)
+    blocks = random_blocks(num_tokens, 2)
+    found = selection_figures(blocks.numpy(), SIZE, queries)
+    back = ((torch.arange(num_tokens)[:, None, None] // SIZE - blocks) * SIZE)[blocks >= 0]
+    assert found["distance_tokens"][:6] == [0, 16, 32, 64, 128, 256]
+    bins = [*found["distance_tokens"], 10**9]
+    assert found["distance_counts"] == [
+        int(((low <= back) & (back < high)).sum()) for low, high in itertools.pairwise(bins)
+    ]
+    sets = [[{*head} - {-1} for head in query] for query in blocks.tolist()]
+    distances = [
+        t - key
+        for t, query in enumerate(sets)
+        for block in itertools.chain(*query)
+        for key in range(block * SIZE, min(block * SIZE + SIZE, t + 1))
+    ]
+    assert found["keys_mean"] == pytest.approx(len(distances) / num_tokens / 2)
+    assert found["distance_mean"] == pytest.approx(sum(distances) / len(distances))
+    pairs = [
+        (now, then)
+        for t in range(lag, num_tokens)
+        for now, then in zip(sets[t], sets[t - lag], strict=True)
+    ]
+    share = sum(len(now & then) for now, then in pairs) / sum(len(now) for now, _ in pairs)
+    shares = {one["lag_tokens"]: one["share"] for one in found["overlap"]}
+    assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
+    assert shares[lag] == pytest.approx(share)
+    assert [one["query"] for one in found["ranges"]] == queries
+    for query, one in zip(queries, found["ranges"], strict=True):
+        for ranges, chosen in zip(one["kv_heads"], sets[query], strict=True):
+            expected = {t for t in range(query + 1) if t // SIZE in chosen}
+            assert {t for start, end in ranges for t in range(start, end)} == expected
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent: merged"
+    num_queries = num_tokens - first
+    hits = np.zeros((min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)))
+    rows = [(t - first) * len(hits) // num_queries for t in range(first, num_tokens)]
+    columns = [block * hits.shape[1] // num_blocks for block in range(num_blocks)]
+    for t, row in enumerate(rows, start=first):
+        for column in [columns[block] for head in sets[t] for block in head]:
+            hits[row, column] += 1 / 2 / rows.count(row) / columns.count(column)
+    np.testing.assert_allclose(heat_map(blocks.numpy(), SIZE, first), hits, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
+def test_short_texts(num_tokens: int) -> None:
+    (layer, _) = inspect_text(model_of(), TEXT[:num_tokens], queries=[num_tokens - 1])
+    found = layer.selection
+    assert found is not None
+    assert found["ranges"] == [{"query": num_tokens - 1, "kv_heads": [[(0, num_tokens)]]}]
+    assert found["keys_mean"] == (num_tokens + 1) / 2
+    assert sum(found["distance_counts"]) == num_tokens + (num_tokens > 16)
+    lags = [one["lag_tokens"] for one in found["overlap"]]
+    assert lags == [lag for lag in (1, 2, 4, 8, 16) if lag < num_tokens]
+    assert heat_map(layer.blocks, SIZE, 0).shape == (num_tokens, -(-num_tokens // 16))
+
+
+def test_gates_counted_slowly() -> None:
+    gates = torch.rand(101, 2, 3, generator=torch.Generator().manual_seed(0))
+    gates[:, 1, 0] = 1.0
+    found = gate_figures(gates, dataclasses.replace(PATTERN, branches=("cmp", "win")))
+    assert list(found) == ["cmp", "win"]
+    for name, figures in found.items():
+        values = gates[..., BRANCHES.index(name)]
+        assert figures["mean"] == pytest.approx(float(values.mean()))
+        assert figures["head_means"] == pytest.approx(values.mean(0).tolist())
+        nearest = values.flatten().quantile(torch.tensor(QUANTILES), interpolation="nearest")
+        assert figures["quantiles"] == pytest.approx(nearest.tolist())
+        bins = (values * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1).flatten()
+        counts = torch.bincount(bins, minlength=HISTOGRAM_BINS)
+        assert figures["histogram"] == pytest.approx((counts / 202).tolist())
+    assert found["cmp"]["quantiles"][-1] == 1.0
+
+
+# --- a run ----------------------------------------------------------------------------------------
 def make_run(path: Path, **changes: Any) -> RunFolder:
     trainer = new_trainer(path, steps=1, **changes)
     trainer.run()
@@ -35,72 +181,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_run(tmp_path_factory.mktemp("inspected"), model=model)
 
 
-def shape(value: Any) -> Any:
-    """Structure of JSON: keys, lengths of lists of numbers, types."""
-    if isinstance(value, dict):
-        return {key: shape(each) for key, each in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [shape(value[0])]
-    return len(value) if isinstance(value, list) else type(value).__name__
-
-
-GATES = {"mean": "float", "quantiles": 5, "histogram": 20, "head_means": 2}
-JSON = {
-    "run": "str",
-    "checkpoint_step": "int",
-    "device": "str",
-    "compute_dtype": "str",
-    "text": "str",
-    "num_tokens": "int",
-    "gate_quantiles": 5,
-    "layers": [
-        {
-            "layer": "int",
-            "gates": {"cmp": GATES, "slc": GATES, "win": GATES},
-            "selection": {
-                "block_size": "int",
-                "keys_mean": "float",
-                "distance_mean": "float",
-                "distance_tokens": 5,
-                "distance_counts": 5,
-                "overlap": [{"lag_tokens": "int", "share": "float"}],
-                "ranges": [{"query": "int", "kv_heads": 2}],
-            },
-        }
-    ],
-}
-
-
-def test_figures_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
-    """They are those of the checkpoint and the text."""
+def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
     text = tmp_path / "a <b> & c.txt"
     text.write_text("caf\u00e9 <i> & lait, " * 30, encoding="utf-8")
     found = inspect_run(folder, text=str(text), num_tokens=150)
     tokens = load_tokenizer(folder.tokenizer).encode(text.read_bytes())[:150]
     assert found.tokens == tokens
-    path = next(folder.checkpoints.iterdir())
-    model, _ = load_model(folder.load_config().model, path, torch.device("cpu"))
-    for one, other in zip(found.layers, inspect_text(model, tokens, queries=[149]), strict=True):
-        assert one.gates == other.gates
-        assert one.selection is not None
-        assert other.selection is not None
-        assert torch.equal(one.selection.heat_map, other.selection.heat_map)
-        assert one.selection.ranges[149] == other.selection.ranges[149]
-    selection = found.layers[1].selection
-    assert selection is not None
     values = json.loads(json.dumps(found.json()))
-    assert shape(values) == JSON
-    assert values["layers"][1]["selection"]["ranges"][-1]["query"] == 149
+    layers = values.pop("layers")
+    assert [*layers[0]] == ["layer", "gates", "selection"]
+    assert [*layers[0]["gates"]] == ["cmp", "slc", "win"]
+    assert [*layers[0]["gates"]["slc"]] == ["mean", "quantiles", "histogram", "head_means"]
+    figures = ["block_size", "keys_mean", "distance_mean", "distance_tokens", "distance_counts"]
+    assert [*layers[0]["selection"]] == [*figures, "overlap", "ranges"]
+    assert layers[1]["selection"]["ranges"][-1]["query"] == 149
+    assert values == {
+        "run": str(folder.path),
+        "checkpoint_step": 1,
+        "device": "cpu",
+        "compute_dtype": "fp32",
+        "text": str(text),
+        "num_tokens": 150,
+        "gate_quantiles": [0.05, 0.25, 0.5, 0.75, 0.95],
+    }
     page = Page(inspection_page(found))
     assert len(page.links) == 3
     assert all(link.startswith(SVG) for link in page.links)
-    titles = ("Selected blocks", "Ranges of the last query", "Distance and overlap", "Gates")
-    for part in (*titles, str(text), "caf\u00e9 <i> & lait, caf", f"{selection.keys_mean:.1f}"):
+    keys = str(round(layers[1]["selection"]["keys_mean"], 4))
+    for part in ("Selected blocks", "Distance and overlap", "Gates", str(text), keys):
         assert part in page.shown, part
-    first, *layers = found.lines()
+    first, *lines = found.lines()
     assert first.startswith(f"checkpoint: step 1 of {folder.path}, on cpu in fp32; 150 tokens")
-    assert len(layers) == 2
-    assert f"{selection.overlap[1]:.1%} shared with the query before" in layers[1]
+    share = layers[1]["selection"]["overlap"][0]["share"]
+    assert lines[1].endswith(f"{share:.1%} shared with the query before")
 
 
 def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
@@ -113,70 +226,51 @@ def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
     assert "Selected blocks" not in page.shown
 
 
-def test_the_longest_document_is_the_text_if_documents_are_masked(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, content in (("a", "short"), ("b", "the longest of them"), ("c", "another")):
         (texts / name).write_text(content)
-    found = inspect_run(folder, text=str(texts))
-    assert found.tokenizer.decode(found.tokens) == b"the longest of them"
+    found, tokenizer = inspect_run(folder, text=str(texts)), load_tokenizer(folder.tokenizer)
+    assert tokenizer.decode(found.tokens) == b"the longest of them"
     assert found.tokens[-1] == 0, "with its separator, as in training"
-    data = dataclasses.replace(tiny_config(tmp_path).data, document_mask=False)
-    both = inspect_run(make_run(tmp_path, data=data), text=str(texts))
-    assert both.tokenizer.decode(both.tokens) == b"shortthe longest of themanother"
-
-
-def test_a_synthetic_task_has_no_text_but_can_be_inspected(tmp_path: Path) -> None:
-    data = dataclasses.replace(tiny_config(tmp_path).data, source="uniform", path=None)
-    run = make_run(tmp_path, data=data)
+    data = tiny_config(tmp_path).data
+    unmasked = dataclasses.replace(data, document_mask=False)
+    both = inspect_run(make_run(tmp_path / "1", data=unmasked), text=str(texts))
+    assert tokenizer.decode(both.tokens) == b"shortthe longest of themanother"
+    synthetic = dataclasses.replace(data, source="uniform", path=None)
+    run = make_run(tmp_path / "2", data=synthetic)
     assert len(inspect_run(run).tokens) == 64
     with pytest.raises(ValueError, match="--text must be left out for this run"):
-        inspect_run(run, text=str(tmp_path))
+        inspect_run(run, text=str(texts))
 
 
 # --- pictures of selections -----------------------------------------------------------------------
-def layers_of(num_layers: int, num_tokens: int) -> list[LayerFigures]:
-    torch.manual_seed(0)
-    pattern = dataclasses.replace(PATTERN, num_kv_heads=2)
-    model = LanguageModel(dataclasses.replace(MODEL, num_layers=num_layers, nsa=pattern))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    tokens = torch.randint(256, (num_tokens,)).tolist()
-    return inspect_text(model, tokens, queries=[num_tokens - 1])
-
-
 def test_lines_show_bars_and_ranges() -> None:
-    layers = layers_of(2, 170)
-    title, *lines = selection_lines(layers, 169)
+    tokens = torch.randint(256, (1600,), generator=torch.Generator().manual_seed(0)).tolist()
+    layers = inspect_text(model_of(num_kv_heads=2), tokens[:170])
+    title, *lines = selection_lines(layers)
     assert title.startswith("blocks selected for token 170 of the text (blocks of 16 tokens")
     for layer, line in zip(layers, lines, strict=True):
-        assert layer.selection is not None
-        heads = layer.selection.ranges[169]
         ((number, bar, ranges),) = re.findall(r"^layer  (\d) \|(.{11})\| (.*)$", line)
         assert int(number) == layer.layer
-        counts = [
-            sum(any(start <= 16 * block < end for start, end in head) for head in heads)
-            for block in range(11)
-        ]
+        counts = [(layer.blocks[-1] == block).sum() for block in range(11)]
         assert bar == "".join(" ▒█"[count] for count in counts)
         assert ranges.endswith(":170")
-    (line,) = selection_lines(layers_of(1, 16 * 100), 16 * 100 - 1)[1:]
+    (_, line) = selection_lines(inspect_text(model_of(1), tokens))
     (bar,) = re.findall(r"\|(.{64})\|", line)
-    assert (bar[0] != " ", bar[-1] != " ") == (True, True)
+    assert bar[0] != " " != bar[-1]
 
 
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_heat_maps_are_drawn_for_each_layer(num_layers: int, tmp_path: Path) -> None:
-    layers = layers_of(num_layers, 70)
-    figure = heat_maps(layers, 70)
+    layers = inspect_text(model_of(num_layers), TEXT[:70])
+    figure = heat_maps(layers, 20)
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps] == [f"layer {i}" for i in range(num_layers)]
     for axes, layer in zip(maps, layers, strict=True):
-        assert layer.selection is not None
         image = np.asarray(axes.images[0].get_array())
-        assert np.array_equal(image, layer.selection.heat_map.numpy())
+        assert np.array_equal(image, heat_map(layer.blocks, SIZE, 20))
     path = tmp_path / "maps.png"
     save_png(figure, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")

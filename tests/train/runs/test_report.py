@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -17,11 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from nsa import cli
-from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.page import Curve, curves_figure, loss_plot, plot_losses
-from nsa.train.runs.report import report_page
-from nsa.train.telemetry.metrics import MetricsWriter, Row, read_metrics
+from nsa.train.runs.report import Curve, curves_figure, loss_plot, plot_losses, report_page
+from nsa.train.telemetry.metrics import Row, read_metrics
 from tests.train.cases import new_trainer, tiny_config
 from tests.train.runs.cases import resumed_run
 
@@ -84,16 +81,11 @@ def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
     assert b"<!-- optimizer steps -->" in page.figures[0]
 
 
-def test_page_of_one_run_shows_differences_from_the_defaults(folders: list[RunFolder]) -> None:
+def test_other_runs(folders: list[RunFolder], tmp_path: Path) -> None:
+    """One run, a GPU, steps of different sizes, a run without rows, records that disagree."""
     shown = Page(report_page(folders[:1])).shown
-    assert "model.width" in shown
+    assert "model.width" in shown, "differences from the defaults"
     assert "optim.betas" not in shown
-
-
-def test_a_gpu_larger_steps_and_records_that_disagree(
-    folders: list[RunFolder], tmp_path: Path
-) -> None:
-    """Runs with steps of different sizes are compared over tokens."""
     folder = RunFolder(shutil.copytree(folders[1].path, tmp_path / "gpu"))
     rows = [{**row, "mfu": 0.3} for row in read_metrics(folder.metrics_jsonl)]
     folder.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -102,16 +94,16 @@ def test_a_gpu_larger_steps_and_records_that_disagree(
     page = Page(report_page([folder, larger]))
     assert b"<!-- tokens -->" in page.figures[0]
     assert "no GPU" not in page.shown
-    assert re.search(r"\d+ disagree: metrics.csv: 0 rows, metrics.jsonl has 6", page.shown)
-    assert "0 of 6" in page.shown, "a run without rows"
+    assert re.search(r"\d+ disagree: metrics.csv: no column bits_per_byte", page.shown)
+    assert "0 of 6" in page.shown
 
 
 # --- plots ----------------------------------------------------------------------------------------
 VALIDATED = {"val_loss_nats": 4.5, "val_bits_per_byte": 6.5}
 ROWS: list[Row] = [
-    {"step": 10, "tokens": 1000, "loss_nats": 5.0, "bits_per_byte": 7.0},
-    {"step": 20, "tokens": 2000, "loss_nats": 4.0, "bits_per_byte": 6.0, **VALIDATED},
-    {"step": 30, "tokens": 3000, "loss_nats": 3.0, "bits_per_byte": 5.0},
+    {"step": 10, "loss_nats": 5.0, "bits_per_byte": 7.0},
+    {"step": 20, "loss_nats": 4.0, "bits_per_byte": 6.0, **VALIDATED},
+    {"step": 30, "loss_nats": 3.0, "bits_per_byte": 5.0},
 ]
 
 
@@ -124,25 +116,25 @@ def legend(axes: Axes) -> list[str]:
 def test_lines_and_dots_are_the_rows() -> None:
     curves = [Curve("a", "red", ROWS), Curve("b", "blue", ROWS, 100)]
     (axes,) = curves_figure(curves, [loss_plot(curves)], "tokens").axes
-    lines = [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
-    for scale, (line, dots) in zip((1, 100), (lines[:2], lines[2:]), strict=True):
-        assert line == [[10 * scale * n, loss] for n, loss in enumerate([7, 6, 5], start=1)]
-        assert dots == [[20 * scale, 6.5]]
+    assert [np.asarray(line.get_xydata()).tolist() for line in axes.lines] == [
+        [[10, 7], [20, 6], [30, 5]],
+        [[20, 6.5]],
+        [[1000, 7], [2000, 6], [3000, 5]],
+        [[2000, 6.5]],
+    ]
     assert (axes.get_xlabel(), axes.get_title()) == ("tokens", "bits per byte of text")
     assert legend(axes) == ["a", "b"]
     (axes,) = curves_figure(curves[:1], [loss_plot(curves)]).axes
-    assert legend(axes) == ["training", "validation"]
-    without_text = [{"step": 1, "tokens": 9, "loss_nats": 5.0}]
-    assert loss_plot([Curve("a", "red", without_text)]).title == "nats per token"
+    assert legend(axes) == ["bits_per_byte", "val_bits_per_byte"]
+    without_text = Curve("a", "red", [{"step": 1, "loss_nats": 5.0}])
+    assert loss_plot([without_text]).title == "nats per token"
 
 
 def test_png_with_values_that_are_not_finite(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", TrainConfig())
-    assert plot_losses(folder.metrics_jsonl, folder.loss_png) is False
-    writer = MetricsWriter(folder)
-    for row in (*ROWS, {"step": 40, "tokens": 4, "loss_nats": math.nan, "bits_per_byte": math.inf}):
-        writer.write(row)
-    writer.close()
-    assert plot_losses(folder.metrics_jsonl, folder.loss_png, title="run") is True
-    height, width = imread(folder.loss_png).shape[:2]
+    metrics, target = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    assert plot_losses(metrics, target) is False
+    rows = [*ROWS, {"step": 40, "loss_nats": "nan", "bits_per_byte": "inf"}]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_losses(metrics, target, title="run") is True
+    height, width = imread(target).shape[:2]
     assert (width > 1000, height > 400) == (True, True)

@@ -1,9 +1,10 @@
-"""Statistics of gates and selections: equal to a slow count, and to what the layers really did."""
+"""Statistics of gates and selections: equal to a slow count of what the layers used."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.attention import AttentionInputs, attend
 from nsa.config import BRANCHES
 from nsa.lm.model import LanguageModel
-from nsa.module import GateLinear
-from nsa.ops._operator import Call
-from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
+from nsa.module import GateLinear, NativeSparseAttention
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
 
+SIZE = PATTERN.block_size
 LENGTHS = (0, 70, 1, 25)
 CU = torch.tensor([0, 0, 70, 71, 96], dtype=torch.int32)
 TOKENS = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -28,33 +27,39 @@ TOKENS = torch.randint(256, (sum(LENGTHS),), generator=torch.Generator().manual_
 
 def observe(model: LanguageModel) -> dict[str, float]:
     """Statistics of one forward pass; those before and after it do not count."""
-    statistics = LayerStatistics(model)
+    layers = LayerStatistics(model)
     model.hidden_states(TOKENS, CU, max(LENGTHS))
-    statistics.start()
+    layers.start()
     model.hidden_states(TOKENS, CU, max(LENGTHS))
-    statistics.stop(lambda sums: sums, lambda sums: sums)
+    layers.stop(lambda sums: sums, lambda sums: sums)
     model.hidden_states(TOKENS, CU, max(LENGTHS))
-    row = statistics.row()
-    assert statistics.row() == {}
+    row = layers.row()
+    assert layers.row() == {}
     return row
 
 
-def slow_count(blocks: Tensor, size: int) -> dict[str, float]:
-    """What the rows say about the selected blocks of a layer."""
+def slow_count(gates: Tensor, blocks: Tensor | None, columns: list[int]) -> dict[str, float]:
+    """Metrics of a layer from the gates and blocks that it used."""
+    active = gates[..., columns].double()
+    share = active / active.sum(-1, keepdim=True)
+    entropy = -(share * share.log()).sum(-1) / torch.tensor(len(columns)).log()
+    found = {"gate_entropy": float(entropy.mean()), "gate_win_mean": float(active[..., -1].mean())}
+    if blocks is None:
+        return found
     queries, distances, shares, both, full = 0, list[int](), 0, 0, list[int]()
     for start, stop in itertools.pairwise(CU.tolist()):
         for t, head in itertools.product(range(stop - start), range(blocks.shape[1])):
             ids = {int(i) for i in blocks[start + t, head] if i >= 0}
-            keys = [key for i in ids for key in range(i * size, (i + 1) * size) if key <= t]
+            keys = [key for key in range(t + 1) if key // SIZE in ids]
             queries += bool(ids)
             distances += [t - key for key in keys]
-            if t + 1 >= blocks.shape[-1] * size:
+            if t + 1 >= blocks.shape[-1] * SIZE:
                 full.append(len(keys))
             if t > 0:
                 shares += len(ids)
                 both += len(ids & {int(i) for i in blocks[start + t - 1, head]})
-    assert len(full) > 1
     return {
+        **found,
         "selected_tokens": len(distances) / queries,
         "selected_distance_tokens": sum(distances) / len(distances),
         "selected_overlap": both / shares,
@@ -76,50 +81,30 @@ def model_of(**changes: Any) -> LanguageModel:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"num_kv_heads": 2},
         {"compress_rope": "none", "branches": ("slc", "win")},
         {"phi": "mlp", "gate": "softmax"},
         {"share_kv": True, "num_selected_blocks_table": ((0, 70, 3),)},
     ],
 )
-def test_statistics_are_those_of_what_the_layers_did(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of(**changes)
-    selected: list[Tensor] = []
-    gates: list[Tensor] = []
-
-    def note(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
-        result = run_attention(inputs, call, backend)
-        if result.block_indices is not None:
-            selected.append(result.block_indices)
-        return result
-
-    def note_gates(inputs: AttentionInputs, *args: Any, **options: Any) -> Tensor:
-        gates.append(inputs.gates.detach())
-        return attend(inputs, *args, **options)
-
-    monkeypatch.setattr("nsa.attention.run_attention", note)
-    monkeypatch.setattr("nsa.module.attend", note_gates)
+def test_statistics_are_those_of_a_slow_count(changes: dict[str, Any]) -> None:
+    model, used = model_of(**changes), list[tuple[Tensor, Tensor | None]]()
+    for layer in model.decoder_layers():
+        assert isinstance(layer.attention, NativeSparseAttention)
+        layer.attention.observer = lambda gates, blocks: used.append((gates.detach(), blocks))
     row = observe(model)
-    columns = [BRANCHES.index(branch) for branch in model.config.nsa.branches]
-    assert len(selected) == len(gates) == 3 * 2
-    for layer in range(2):
-        expected = slow_count(selected[layer], 16)
-        active = gates[layer][..., columns].double()
-        share = active / active.sum(-1, keepdim=True)
-        entropy = -(share * share.log()).sum(-1)
-        expected["gate_entropy"] = float(entropy.mean() / torch.tensor(len(columns)).log())
-        expected["gate_win_mean"] = float(active[..., -1].mean())
+    branches = model.config.nsa.branches
+    columns = [BRANCHES.index(branch) for branch in branches]
+    counts = [slow_count(*each, columns) for each in used[:2]]
+    for number, expected in enumerate(counts):
         for name, value in expected.items():
-            assert row[f"{name}_layer_{layer}"] == pytest.approx(value, rel=1e-6), name
-    for name in ("selected_tokens", "gate_slc_mean"):
-        assert row[name] == pytest.approx((row[f"{name}_layer_0"] + row[f"{name}_layer_1"]) / 2)
-    for name, extreme in (("selected_min_tokens", min), ("selected_max_tokens", max)):
-        assert row[name] == extreme(row[f"{name}_layer_0"], row[f"{name}_layer_1"])
-    assert row["selected_reference_calls"] == 2
-    assert ("gate_cmp_mean" in row) == ("cmp" in model.config.nsa.branches)
+            assert row[f"{name}_layer_{number}"] == pytest.approx(value, rel=1e-6), name
+    ways: dict[str, Any] = {"selected_min_tokens": min, "selected_max_tokens": max}
+    ways["selected_reference_calls"] = sum
+    for name in counts[0]:
+        combined = ways.get(name, statistics.fmean)([each[name] for each in counts])
+        assert row[name] == pytest.approx(combined, rel=1e-6), name
+    assert ("gate_cmp_mean" in row) == ("cmp" in branches)
 
 
 def test_layers_that_collapsed() -> None:

@@ -1,4 +1,4 @@
-"""The watchdog's limits, and what must happen even when it cannot be told to anyone."""
+"""The watchdog, its limits and replacement, and requests by signals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.watch.signals import Requests
 from nsa.train.watch.watchdog import STARTING_LIMIT_S, Watchdog
 from nsa.train.watch.watchdog_process import Beat, Process, watch
-from tests.faults.cases import FORKS
 
 
 @contextmanager
@@ -36,10 +36,11 @@ def terminal_gone() -> Iterator[None]:
         os.close(kept)
 
 
-def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
-    """Otherwise a hanging run would never be ended once its terminal has gone."""
-    with terminal_gone():
+def test_reports_and_signals_without_a_terminal(tmp_path: Path) -> None:
+    with Requests() as requests, terminal_gone():
         Process(1, 0, tmp_path).say("hang", Beat(1, 2, "step", 3.0), "it hangs")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.stop == signal.SIGTERM
     assert (tmp_path / "log.txt").read_text().endswith("ERROR it hangs\n")
 
 
@@ -48,15 +49,15 @@ def test_the_watchdog_goes_on_without_a_terminal(tmp_path: Path) -> None:
     [
         (9.0, 1000.0, ["SIGUSR1", "SIGVTALRM", "SIGKILL"]),
         (0.0, 1000.0, []),  # without limit
-        (9.0, 0.0, []),  # before the watchdog has looked for the first time
+        (9.0, 0.0, []),  # before the watchdog ran
         (9.0, 10.5, ["SIGUSR1"]),  # while it is asked for its stacks
         (9.0, 16.0, ["SIGUSR1", "SIGVTALRM"]),  # before SIGKILL
     ],
 )
-def test_no_signal_for_a_process_that_has_ended_or_has_no_limit(
+def test_signals_of_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, ends_at: float, sent: list[str]
 ) -> None:
-    """Its number may belong to a stranger by then."""
+    """A process that has ended gets none: its number may belong to another process by then."""
     pid, now, found = 10**9, 0.0, list[str]()
 
     def sleep(seconds: float) -> None:
@@ -78,28 +79,6 @@ def test_no_signal_for_a_process_that_has_ended_or_has_no_limit(
     assert found == sent
     for descriptor in (reads, writes):
         os.close(descriptor)
-
-
-def _die_at_once(folder: str) -> None:
-    os.dup2(os.open(f"{folder}/open", os.O_WRONLY), 2)
-    Watchdog(RunFolder(Path(folder)), 0, 40.0).__enter__()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_watchdog_ends_if_its_process_died_before_it_ran(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "open")
-    reads = os.open(tmp_path / "open", os.O_RDONLY | os.O_NONBLOCK)
-    process = FORKS.Process(target=_die_at_once, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    deadline, said = time.monotonic() + 30, None
-    while said != b"":  # which comes when no process has the pipe open any more
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        with suppress(BlockingIOError):
-            said = os.read(reads, 1000)
-    os.close(reads)
 
 
 def test_a_watchdog_that_was_killed_is_replaced(
@@ -130,10 +109,10 @@ def test_a_watchdog_that_was_killed_is_replaced(
         ("sample", 0.0, 0.0),
     ],
 )
-def test_ten_times_the_last_step_or_the_last_of_a_phase_is_no_hang(
+def test_limits_grow_with_earlier_durations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, limit_s: float, allowed: float
 ) -> None:
-    """A step took 20 s, the last part of an evaluation 70 s."""
+    """Ten times the last step (20 s) or the last batch of an evaluation (70 s) is allowed."""
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         for now, begins in ((0, "evaluation"), (9, "step"), (29, "evaluation"), (99, "checkpoint")):
             monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
@@ -143,7 +122,7 @@ def test_ten_times_the_last_step_or_the_last_of_a_phase_is_no_hang(
         monkeypatch.undo()
 
 
-def test_the_end_of_torchrun_asks_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_torchrun_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with Requests(agent=os.getppid()) as present, Requests(agent=os.getppid() + 1) as gone:
         present.look()
         assert (present.stop, gone.stop) == (0, 0)
@@ -152,9 +131,7 @@ def test_the_end_of_torchrun_asks_for_the_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("launched", "leaves_at"), [(True, 5), (False, 1)])
-def test_a_second_signal_of_a_launcher_is_the_first_for_some_seconds(
-    monkeypatch: pytest.MonkeyPatch, launched: bool, leaves_at: int
-) -> None:
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, launched: bool, leaves_at: int) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with Requests(launched=launched):
@@ -167,45 +144,37 @@ def test_a_second_signal_of_a_launcher_is_the_first_for_some_seconds(
     assert handler == (signal.SIG_IGN if launched else signal.SIG_DFL)
 
 
-def test_a_signal_is_obeyed_without_a_terminal() -> None:
-    with Requests() as requests:
-        with terminal_gone():
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.stop == signal.SIGTERM
-
-
 @pytest.mark.parametrize(
     ("handler", "stop"),
     [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)],
     ids=["terminal", "nohup"],
 )
-def test_a_closed_terminal_asks_once_however_often_it_signals(
-    monkeypatch: pytest.MonkeyPatch, handler: Any, stop: int
+def test_hangups_stop_once(
+    monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, stop: int
 ) -> None:
-    """And under nohup it asks for nothing."""
-
-    def leave(code: int) -> None:
-        raise AssertionError(f"left with code {code}")
-
-    monkeypatch.setattr(os, "_exit", leave)
+    """A closed terminal and its shell both signal; under nohup neither counts."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
     before = signal.signal(signal.SIGHUP, handler)
-    try:
-        with Requests() as requests:
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGHUP)
-            assert requests.stop == stop
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with Requests() as requests:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert (requests.stop, codes) == (stop, [])
 
 
-def test_compilation_in_the_middle_of_a_run_has_time(tmp_path: Path) -> None:
-    """A shape that is new to torch.compile may come in any step and takes longer than a step."""
+def test_compilation_in_any_step_has_a_long_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile compiles when a shape is new, which takes longer than a step."""
     seen: list[Beat] = []
 
     def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         seen.append(watchdog._last)
         return module.forward
 
+    clock = SimpleNamespace(monotonic=lambda: 0.0)  # the time of the compiler is not a step's
+    monkeypatch.setattr("nsa.train.watch.watchdog.time", clock)
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         watchdog.beat("step", 7, 40.0)
         torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))

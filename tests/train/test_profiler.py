@@ -1,27 +1,39 @@
-"""Time by stage and memory by module, of traces in which every microsecond is known."""
+"""``nsa profile`` on a CPU, and tables of traces in which every microsecond is known."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
+import json
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nsa.ops
-from nsa import stages
-from nsa.train.profiler.table import (
-    IDLE,
+from nsa import cli, stages
+from nsa.train.load import to_yaml
+from nsa.train.profiler import (
+    MODULE,
     OTHER,
     PRODUCTS,
+    STAGE,
     UNATTRIBUTED,
+    Event,
     kernels_text,
+    module_memory,
+    parse_trace,
     stage_of_kernel,
     stage_table,
     table_text,
 )
-from nsa.train.profiler.trace import MODULE, STAGE, Event, ModuleMemory, module_memory, parse_trace
+from nsa.train.trainer import Trainer
+from tests.train.cases import tiny_config
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -84,10 +96,6 @@ def steps_on_a_gpu(number: int) -> HandMade:
     return hand
 
 
-def rows(table: dict[str, Any]) -> dict[str, float]:
-    return {row["stage"]: round(1000 * row["total_ms"], 6) for row in table["stages"]}
-
-
 GOLDEN = """\
 2 steps, 0.100 ms per step; 0.090 ms without the profiler
 
@@ -107,6 +115,25 @@ communication behind other kernels, not in the sum: 0.008 ms
 """
 
 
+GOLDEN_CPU = """\
+2 steps, 0.100 ms per step
+
+stage                                             ms    share
+MLP                                            0.018    18.0%
+embedding + norms + residual                   0.012    12.0%
+backward                                       0.050    50.0%
+data                                           0.010    10.0%
+unattributed                                   0.000     0.0%
+idle                                           0.010    10.0%
+sum                                            0.100   100.0%
+
+ms per step   share    calls  stage                                   operator, its own time
+      0.014   14.0%      1.0  MLP                                     aten::mm
+      0.010   10.0%      1.0  backward                                aten::mm
+      0.002    2.0%      1.0  MLP                                     aten::linear
+"""
+
+
 def test_steps_on_a_gpu() -> None:
     table = stage_table(parse_trace(steps_on_a_gpu(3).records))
     assert table_text({**table, "unprofiled_step_ms": 0.09}) == GOLDEN
@@ -121,7 +148,7 @@ def test_steps_on_a_gpu() -> None:
 def test_a_single_step_ends_with_its_last_kernel_or_its_host() -> None:
     table = stage_table(parse_trace(steps_on_a_gpu(1).records))
     assert (table["steps"], table["step_ms"]) == (1, pytest.approx(0.086))
-    assert sum(rows(table).values()) == pytest.approx(86)
+    assert sum(row["total_ms"] for row in table["stages"]) == pytest.approx(0.086)
 
 
 def test_steps_on_a_cpu_are_divided_by_ranges() -> None:
@@ -137,24 +164,8 @@ def test_steps_on_a_cpu_are_divided_by_ranges() -> None:
         hand.mark(STAGE + stages.BACKWARD, 40, 90)
         hand.host("aten::mm", 41, 51)
         hand.host("aten::mm", 0, 99, thread=AUTOGRAD)
-    table = stage_table(parse_trace(hand.records))
-    assert rows(table) == {
-        stages.MLP: 18,
-        stages.REST: 12,
-        stages.BACKWARD: 50,
-        stages.DATA: 10,
-        UNATTRIBUTED: 0,
-        IDLE: 10,
-    }
-    found = {
-        (one["name"], one["stage"]): (one["calls_per_step"], round(1000 * one["ms_per_step"], 6))
-        for one in table["kernels"]
-    }
-    assert found == {
-        ("aten::mm", stages.MLP): (1, 14),
-        ("aten::mm", stages.BACKWARD): (1, 10),
-        ("aten::linear", stages.MLP): (1, 2),
-    }
+    table = {**stage_table(parse_trace(hand.records)), "unprofiled_step_ms": None}
+    assert f"{table_text(table)}\n{kernels_text(table)}" == GOLDEN_CPU
 
 
 # Kernels of decoding, which no training step launches.
@@ -170,9 +181,7 @@ def test_every_kernel_of_the_package_has_a_stage() -> None:
     found = {name for name in found if not name.startswith(DECODING)}
     assert len(found) > 20
     unknown = {
-        name
-        for name in found
-        if stage_of_kernel(Event(name, 0, 1, 7), []) in (UNATTRIBUTED, PRODUCTS)
+        name for name in found if stage_of_kernel(Event(name, 0, 1), []) in (UNATTRIBUTED, PRODUCTS)
     }
     assert unknown == set()
 
@@ -196,7 +205,7 @@ def test_every_kernel_of_the_package_has_a_stage() -> None:
     ],
 )
 def test_a_kernel_finds_its_stage_by_its_name(name: str, stage: str) -> None:
-    assert stage_of_kernel(Event(name, 0, 1, 7), []) == stage
+    assert stage_of_kernel(Event(name, 0, 1), []) == stage
 
 
 def test_memory_of_modules() -> None:
@@ -218,8 +227,114 @@ def test_memory_of_modules() -> None:
     hand.backward_of(45, 65)
     hand.memory(80, 9999)  # after all modules
     hand.backward_of(46, 79)
-    assert module_memory(parse_trace(hand.records), "cpu", 50) == [
-        ModuleMemory("layer", forward_peak=1150, backward_peak=1250, kept=800),
-        ModuleMemory("layer.mlp", forward_peak=1150, backward_peak=1250, kept=700),
-        ModuleMemory("again", backward_peak=1251),
+    found = module_memory(parse_trace(hand.records), on_gpu=False, allocated=50)
+    assert [tuple(module.values()) for module in found] == [
+        ("layer", 1150, 1250, 800),
+        ("layer.mlp", 1150, 1250, 700),
+        ("again", 0, 1251, 0),
     ]
+
+
+# --- runs on a CPU --------------------------------------------------------------------------------
+SHORT = ("--wait", "1", "--warmup", "1", "--active", "2", "--memory", "--log-every", "1")
+
+
+def profile(tmp_path: Path, *words: str, **changes: Any) -> tuple[int, Path]:
+    settings = {"steps": 40, "eval_every": 0, "checkpoint_every": 0, **changes}
+    config = tmp_path / "tiny.yaml"
+    config.write_text(to_yaml(tiny_config(tmp_path, **settings)))
+    run = tmp_path / "run"
+    return cli.main(["profile", str(config), "--run-dir", str(run), *words]), run
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_is_recorded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: bool,
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = {"num_layers": 1, "attention": "dense" if compiled else "nsa"}  # quick to trace
+    code, run = profile(tmp_path, *SHORT, compile=compiled, model=model)
+    assert code == 0
+    folder = run / "profile"
+    found = json.loads((folder / "stages.json").read_text())
+    times = {row["stage"]: row["total_ms"] for row in found["stages"]}
+    assert (found["device"], found["steps"]) == ("cpu", 2)
+    assert sum(times.values()) == pytest.approx(found["step_ms"])
+    parts = [stages.BACKWARD, stages.OPTIMIZER, "idle"]
+    if not compiled:
+        parts += [stages.PROJECTION, stages.COMPRESSION, stages.COMPRESSED, stages.SELECTION]
+        parts += [stages.SELECTED, stages.WINDOW, stages.GATES, stages.MLP, stages.LOSS]
+        parts += [stages.REST, stages.TELEMETRY]
+    assert [part for part in parts if not times[part] > 0] == []
+    assert (folder / "stages.txt").read_text() in capsys.readouterr().out
+    assert "aten::mm" in (folder / "kernels.txt").read_text()
+    # The run ends with the profile: no checkpoint, and the rows of an ordinary run.
+    assert not list((run / "checkpoints").iterdir())
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 1 + 1 + 2 + 2 + 1))
+    assert "layers.0.mlp" in (folder / "memory.txt").read_text()
+    modules = json.loads((folder / "memory.json").read_text())
+    (mlp,) = (module for module in modules if module["name"] == "layers.0.mlp")
+    # Kept are the MLP's input and two hidden tensors, and its output, which it returns: fp32, 2
+    # sequences of 64 tokens.
+    assert mlp["kept"] == 4 * 128 * (2 * 64 + 32)
+    assert mlp["forward_peak"] >= mlp["kept"]
+    assert mlp["backward_peak"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nvtx --active 1", "--nvtx must be left out on a CPU"),
+        ("--active 0", "--active must be positive, got 0"),
+        ("--active 19 --memory", "--steps must be at least 41 for this profile, got 40"),
+    ],
+)
+def test_what_cannot_be_recorded(
+    tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, run = profile(tmp_path, *words.split())
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_a_run_that_is_stopped_has_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Trainer.train_step
+
+    def step(trainer: Trainer, *given: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer, *given)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    code, run = profile(tmp_path, *SHORT)
+    assert code == 1
+    assert "stopped by SIGTERM after step 1" in capsys.readouterr().out
+    assert not list((run / "profile").iterdir())
+
+
+def test_stages_cost_nothing_without_a_listener() -> None:
+    assert stages.stage(stages.MLP) is stages.stage(stages.GATES)
+    assert isinstance(stages.stage(stages.MLP), nullcontext)
+    heard = []
+
+    @stages.in_stage(stages.LOSS)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with stages.stage(stages.GATES):
+            return x + 1
+
+    def listen(name: str) -> nullcontext[None]:
+        heard.append(name)
+        return nullcontext()
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    with stages.stages_seen_by(listen):
+        run(torch.zeros(()))
+        compiled(torch.zeros(()))  # which has no stages inside
+    run(torch.zeros(()))
+    assert heard == [stages.LOSS, stages.GATES]

@@ -1,1 +1,0 @@
-"""``nsa profile``: time of training steps by stage, and memory by module."""
