@@ -20,7 +20,7 @@ from nsa.train.data.documents import (
     split_documents,
     stdlib_files,
 )
-from nsa.train.data.local import Origin, skipped_files
+from nsa.train.data.local import Origin, warn_of_skipped
 from nsa.train.data.shards import ShardSource, open_shards
 from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
@@ -155,8 +155,7 @@ def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> Data
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     if config.source == "folder":
         files = folder_files(str(config.path), config.pattern)
-        if files.skipped:
-            logger.warning("%s: `nsa data prepare` reads their rows", skipped_files(files.skipped))
+        warn_of_skipped(files.skipped, ": `nsa data prepare` reads their rows")
     else:
         files = corpus_files() if config.source == "corpus" else stdlib_files()
     split = split_documents(files.documents, *config.fractions)
@@ -211,8 +210,7 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     names = (config.subset, config.split, config.revision, config.text_field, pattern)
     origin = Origin(str(config.path), *names)
     found, held_out = read_held_out(origin, tokenizer, config)
-    if found.skipped:
-        logger.warning("%s", skipped_files(found.skipped))
+    warn_of_skipped(found.skipped)
     origin = replace(origin, revision=found.revision)
     # Local files may be in another place when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"

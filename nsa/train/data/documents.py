@@ -232,42 +232,39 @@ def split_documents(
     first: dict[str, Document] = {}
     for document in documents:
         first.setdefault(document.identity, document)
-    rest = list(first.values())
-    num_duplicates, size = len(documents) - len(rest), num_bytes(rest)
-    sides, rules, taken = dict[Side, list[Document]](train=rest), set[str](), set[str]()
-    shares: dict[Side, float] = {"validation": validation_fraction, "test": test_fraction}
-    for side, share in shares.items():
-        if share > 0:
-            sides["train"], sides[side], rule = _set_aside(sides["train"], share * size)
-            rules.add(rule)
-    for side in ("validation", "test", "train"):
+    train = list(first.values())
+    size, rule, num_duplicates = num_bytes(train), "documents", len(documents) - len(train)
+    parts: dict[str, list[Document]] = {"validation": [], "test": []}
+    for part, fraction in zip(parts, (validation_fraction, test_fraction), strict=True):
+        if fraction > 0:
+            train, parts[part], is_tail = _set_aside(train, fraction * size)
+            rule = "tail" if is_tail else rule
+    parts["train"], taken = train, set[str]()
+    for part, found in parts.items():
         # A tail that was cut off may equal a document of another split.
-        found = sides.get(side, [])
-        kept = [document for document in found if document.identity not in taken]
-        num_duplicates += len(found) - len(kept)
-        taken |= {document.identity for document in kept}
-        is_wanted = shares.get(side, 1) > 0
+        parts[part] = [document for document in found if document.identity not in taken]
+        num_duplicates += len(found) - len(parts[part])
+        taken |= {document.identity for document in parts[part]}
+        is_enough = bool(parts[part]) or (part == "test" and test_fraction == 0)
         hint = "There is too little text to divide."
-        check(bool(kept) or not is_wanted, "split_documents", side, "hold text", "0 bytes", hint)
-        sides[side] = kept
-    rule = "tail" if "tail" in rules else "documents"
-    return Split(sides["train"], sides["validation"], sides["test"], rule, num_duplicates)
+        check(is_enough, "split_documents", part, "contain text", "0 bytes", hint)
+    return Split(**parts, rule=rule, num_duplicates=num_duplicates)
 
 
 def _set_aside(
     documents: Sequence[Document], target: float
-) -> tuple[list[Document], list[Document], str]:
-    """The remaining documents, those for ``target`` bytes, and the rule that chose them."""
+) -> tuple[list[Document], list[Document], bool]:
+    """The remaining documents, those for ``target`` bytes, and whether a tail was cut off."""
     taken, size = list[Document](), 0
     for document in sorted(documents, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
             taken.append(document)
             size += len(document.text)
     if not size >= _ACCEPTED_SHARE * target > 0:
-        return *_tail(documents, target), "tail"
+        return *_tail(documents, target), True
     identities = {document.identity for document in taken}
     rest = [document for document in documents if document.identity not in identities]
-    return rest, taken, "documents"
+    return rest, taken, False
 
 
 def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document], list[Document]]:

@@ -6,12 +6,12 @@ import bz2
 import gzip
 import io
 import json
+import logging
 import lzma
 import re
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -24,9 +24,12 @@ from nsa.train.data.documents import FORMATS, fault_of_text, format_of, list_fil
 from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 
+logger = logging.getLogger(__name__)
+
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _WHERE, _RULE = ("read_documents", "source"), "hold documents that can be read"
 _CARD = "README.md"
+_SHOWN = 10
 # Files about a data set, also those of shards that were written into the folder of their text.
 _NOTES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 _NOTES |= {INDEX, PROGRESS, STAMP, TOKENIZER}
@@ -51,14 +54,12 @@ class Documents(NamedTuple):
     """Consecutive documents of one file.
 
     Attributes:
-        start: place of the first.
-        end: place after the last; equal to ``start`` if the rows before it were skipped.
-        payload: their texts, empty for a row without one, or what was made of the texts.
+        end: position after the last one.
+        texts: the texts, empty for a row without one; no texts if the rows were skipped.
     """
 
-    start: Place
     end: Place
-    payload: Any
+    texts: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,12 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def skipped_files(names: Sequence[str], shown: int = 10) -> str:
-    """Number and first names of files that are not read."""
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return f"skipped files: {len(names):,} ({', '.join(names[:shown])}{more})"
+def warn_of_skipped(names: Sequence[str], advice: str = "") -> None:
+    """Log the number and first names of files that are not read."""
+    if names:
+        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN])
+        logger.warning("skipped files: %s (%s%s)%s", f"{len(names):,}", shown, more, advice)
 
 
 def is_local(origin: Origin) -> bool:
@@ -190,28 +193,27 @@ def local_texts(origin: Origin, found: Found, start: Place) -> Iterator[Document
     read = {"text": _texts_of_file, "json": _texts_of_json, "parquet": _texts_of_parquet}
     for number in range(start.file, len(found.files)):
         name = root / found.files[number]
-        with faults_of(name):
+        try:
             yield from texts_from(start, number, read[found.format](name, origin.text_field))
+        except UserError:
+            raise
+        except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
+            raise unreadable(name, error) from None
 
 
 def texts_from(start: Place, number: int, texts: Iterable[bytes]) -> Iterator[Documents]:
     """Batches of the texts of file ``number``, from the place ``start`` on."""
-    end = Place(number)
+    first = start.row if number == start.file else 0
+    row = 0
     for batch in batches_of_texts(texts):
-        kept = batch[max(start.row - end.row, 0) :] if number == start.file else batch
-        end = Place(number, end.row + len(batch))
-        yield Documents(Place(number, end.row - len(kept)), end, kept)
+        kept = batch[max(first - row, 0) :]
+        row += len(batch)
+        yield Documents(Place(number, row), kept)
 
 
-@contextmanager
-def faults_of(where: Any) -> Iterator[None]:
-    """Context manager: a UserError that names the file in place of errors in its content."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
-        raise UserError(*_WHERE, _RULE, where, sentence(error)) from None
+def unreadable(name: Any, error: BaseException) -> UserError:
+    """Error that names the file instead of only the fault in its content."""
+    return UserError(*_WHERE, _RULE, name, sentence(error))
 
 
 def sentence(error: BaseException) -> str:
@@ -287,9 +289,7 @@ def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
 
 def _texts_of_parquet(path: Path, field: str) -> Iterator[bytes]:
     arrow = _arrow(path)
-    is_packed = path.suffix.lower() != ".parquet"
-    source = io.BytesIO(_open(path).read()) if is_packed else path
-    with arrow.parquet.ParquetFile(source) as file:
+    with arrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if field not in names:
             _no_column(field, path.name, names)

@@ -16,9 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -38,12 +37,12 @@ from nsa.train.data.local import (
     Origin,
     Place,
     column_texts,
-    faults_of,
     find_files,
     is_local,
     local_texts,
     sentence,
     texts_from,
+    unreadable,
 )
 from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenizer import MAX_TEXTS, fingerprint_of
@@ -79,12 +78,7 @@ class Pace:
 
 
 def read_documents(
-    origin: Origin,
-    transform: Callable[[list[bytes]], Any],
-    *,
-    start: Place = Place(),  # noqa: B008 a named tuple does not change
-    time_limit_s: float,
-    threads: int = 1,
+    origin: Origin, *, start: Place | None = None, time_limit_s: float
 ) -> tuple[Found, Generator[Documents, None, None]]:
     """Read documents in the data set's own order.
 
@@ -95,11 +89,8 @@ def read_documents(
 
     Args:
         origin: data set to read.
-        transform: function of the texts of each batch, called in threads; an empty text stands for
-            a row without one.
-        start: place to begin at.
+        start: position to begin at; None begins at the first document.
         time_limit_s: seconds without a document after which reading is given up.
-        threads: batches that are transformed at the same time.
 
     Returns:
         The files that were found, and the documents; closing the generator ends the process.
@@ -109,7 +100,7 @@ def read_documents(
         UserError: it cannot be read as documents.
     """
     check(time_limit_s > 0, "read_documents", "time_limit_s", "be positive", time_limit_s)
-    path = Path(origin.source)
+    path, start = Path(origin.source), start or Place()
     is_file_name = path.suffix in (*FORMATS, *COMPRESSED)
     if not path.exists() and (is_file_name or not _HUB_NAME.fullmatch(origin.source)):
         _unavailable("exist", origin.source, "It is no name on the hub.")
@@ -125,41 +116,25 @@ def read_documents(
         check(origin.pattern is None, "read_documents", "pattern", rule, origin.pattern)
         messages = _from_process(origin, start, time_limit_s)
         found, texts = next(messages), messages
-    return found, _transformed(texts, transform, threads, origin.source, start.row)
+    return found, _after(texts, start.row, origin.source)
 
 
-def _transformed(
-    texts: Iterator[Documents],
-    transform: Callable[[list[bytes]], Any],
-    threads: int,
-    source: str,
-    skipped: int,
+def _after(
+    texts: Iterator[Documents], skipped: int, source: str
 ) -> Generator[Documents, None, None]:
-    def make(batch: Documents) -> Documents:
-        return batch._replace(payload=transform(batch.payload))
-
-    waiting, pace = deque[Future[Documents]](), Pace()
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for batch in texts:
-            if batch.payload:
-                waiting.append(pool.submit(make, batch))
-            elif batch.end.row and pace.is_due():
-                what = "file %d of %s: %d of %d rows skipped"
-                logger.info(what, batch.end.file + 1, source, batch.end.row, skipped)
-            if len(waiting) >= threads:  # one thread: a read that hangs holds back nothing
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        # Without waiting: garbage collection may close the generator in a thread of the pool.
-        pool.shutdown(wait=False, cancel_futures=True)
+    """Documents without the empty batches of skipped rows, whose number is logged."""
+    pace = Pace()
+    for batch in texts:
+        if batch.texts:
+            yield batch
+        elif batch.end.row and pace.is_due():
+            what = "file %d of %s: %d of %d rows skipped"
+            logger.info(what, batch.end.file + 1, source, batch.end.row, skipped)
 
 
 def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generator[Any, None, None]:
-    """The files that were found, then texts, from as many reading processes as it takes."""
-    found: Found | None = None
-    attempt, left_s, file = 0, time_limit_s, start.file
+    """The files that were found, then texts; a process that fails is replaced by another one."""
+    is_known, attempt, left_s = False, 0, time_limit_s
     while True:
         with _reading_process(origin, start) as connection:
             while True:
@@ -170,38 +145,31 @@ def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generato
                         message = connection.recv()
                 except (EOFError, OSError):  # also in the middle of a message
                     message = OSError("The reading process died; memory may have run out.")
-                match message:
-                    case None:
-                        return
-                    case Documents():
-                        file = message.end.file
-                        if message.payload:
-                            attempt, left_s, start = 0, time_limit_s, message.end
-                        yield message
-                    case Found():
-                        if found is None:
-                            found, origin = message, replace(origin, revision=message.revision)
-                            yield found
-                    case OSError() as failure:
-                        break
-                    case error:
-                        where = (
-                            f"{found.files[file]} of {origin.source}" if found else origin.source
-                        )
-                        with faults_of(where):
-                            raise error
-        if isinstance(failure, ConnectionError) and found is None:
+                if isinstance(message, OSError):
+                    break
+                if isinstance(message, Exception):
+                    raise message
+                if message is None:
+                    return
+                if isinstance(message, Documents):
+                    if message.texts:
+                        attempt, left_s, start = 0, time_limit_s, message.end
+                    yield message
+                elif not is_known:
+                    is_known, origin = True, replace(origin, revision=message.revision)
+                    yield message
+        if isinstance(message, ConnectionError) and not is_known:
             where = f"{origin.source} (there is no such file or folder here)"
-            hint = f"{failure} Check the network, or give a copy on this machine."
+            hint = f"{message} Check the network, or give a copy on this machine."
             _unavailable("be reachable", where, hint)
         pause = min(2.0**attempt, _LONGEST_PAUSE_S)
         attempt += 1
         left_s -= time.monotonic() - begin + pause
         if left_s < 0:
             rule = f"send documents within the time limit of {time_limit_s:g} s"
-            hint = f"Attempts: {attempt}, the last one: {failure}"
+            hint = f"Attempts: {attempt}, the last one: {message}"
             _unavailable(rule, f"none from {origin.source}", hint)
-        logger.warning("reading %s again in %.0f s: %s", origin.source, pause, failure)
+        logger.warning("reading %s again in %.0f s: %s", origin.source, pause, message)
         time.sleep(pause)
 
 
@@ -232,18 +200,25 @@ def _unavailable(rule: str, value: Any, hint: str = "", argument: str = "source"
 def _serve(connection: Connection, origin: Origin, start: Place) -> None:
     """Send what was found, texts, and at the end None or the error that ended the reading."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    where = origin.source
 
     def read() -> None:
+        nonlocal where
+        files: tuple[str, ...] = ()
         for message in _read_hub(origin, start):
+            if isinstance(message, Found):
+                files = message.files
+            else:
+                where = f"{files[message.end.file]} of {origin.source}"
             connection.send(message)
 
     with suppress(BrokenPipeError), ThreadPoolExecutor(1) as pool:
         error = pool.submit(read).exception()
-        connection.send(None if error is None else _failure(error, origin.source))
+        connection.send(None if error is None else _failure(error, origin.source, where))
 
 
-def _failure(error: BaseException, source: str) -> Exception:
-    """Error for the parent: an ``OSError`` if it is to try again, a ValueError for bad content."""
+def _failure(error: BaseException, source: str, where: str) -> Exception:
+    """Error for the parent: an ``OSError`` if it is to try again, otherwise a UserError."""
     if isinstance(error, UserError):
         return error
     status = getattr(getattr(error, "response", None), "status_code", 500)
@@ -251,7 +226,7 @@ def _failure(error: BaseException, source: str) -> Exception:
     library = type(error).__module__.partition(".")[0]
     is_network = isinstance(error, READ_ERRORS) or library in _NETWORK_LIBRARIES
     if not is_network or is_refusal or Path(source).exists():
-        return ValueError(sentence(error))
+        return unreadable(where, error)
     kind = ConnectionError if "Connect" in type(error).__name__ else OSError
     return kind(sentence(error))
 
@@ -269,7 +244,7 @@ def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     config, split = builder.config, origin.split
     files = config.data_files[split]
     for number in range(start.file, len(files)):
-        yield Documents(Place(number), Place(number), [])
+        yield Documents(Place(number), [])  # names the file of later errors
         config.data_files = {split: files[number : number + 1]}
         try:
             rows = builder.as_streaming_dataset(split=split).with_format("arrow")

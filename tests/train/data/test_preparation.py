@@ -34,7 +34,7 @@ class _InterruptedError(Exception):
     pass
 
 
-def interrupt(report: object) -> None:
+def interrupt(line: str) -> None:
     raise _InterruptedError
 
 
