@@ -132,10 +132,10 @@ def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: fl
     for name, value in given.items():
         check(value > 0, "nsa data bench", name, "be positive", value)
     source = ShardSource(open_shards(folder), "train")
-    sampler = Sampler(source.num_windows(seq_len), seed=0)
+    sampler = Sampler(source.num_sequences(seq_len), seed=0)
     begin, batches = time.perf_counter(), 0  # the start of an epoch is included
     while (elapsed := time.perf_counter() - begin) < seconds:
-        indices = sampler.next_windows(micro_batch)
+        indices = sampler.next_indices(micro_batch)
         collate(source, indices, seq_len, document_mask=True)
         batches += 1
     speed = batches * micro_batch * seq_len / elapsed

@@ -131,7 +131,7 @@ class Measurement:
         return [{"first": f, "last": to, **figures_of(*bin)} for f, to, bin in bins if bin[1]]
 
 
-class Windows(Protocol):
+class EvaluationText(Protocol):
     """Sequences of a text to measure a model on.
 
     Attributes:
@@ -147,12 +147,12 @@ class Windows(Protocol):
     def __len__(self) -> int:
         """The number of windows."""
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
         """Yield evenly spaced windows, see :func:`nsa.train.data.spread`.
 
         Args:
             micro_batch: windows of a batch.
-            num_windows: at most what there is.
+            num_sequences: at most what there is.
 
         Yields:
             A batch, and the number of the document of each of its targets: int64 ``[T]``.
@@ -161,9 +161,9 @@ class Windows(Protocol):
 
 def measure(
     loss: NextTokenLoss,
-    windows: Windows,
+    windows: EvaluationText,
     micro_batch: int,
-    num_windows: int,
+    num_sequences: int,
     *,
     compute_dtype: str = "fp32",
 ) -> Measurement:
@@ -173,7 +173,7 @@ def measure(
         loss: the language model with its loss, on any device.
         windows: the text.
         micro_batch: windows computed at a time.
-        num_windows: windows to measure, at most what there is.
+        num_sequences: windows to measure, at most what there is.
         compute_dtype: ``bf16`` or ``fp32``, as in training.
 
     Raises:
@@ -182,7 +182,7 @@ def measure(
     model, device = loss.model, loss.model.embedding.weight.device
     documents, positions = (np.zeros((n, 3)) for n in (windows.num_documents, windows.seq_len))
     with torch.no_grad(), _evaluating(model):
-        for batch, document in windows.batches(micro_batch, num_windows):
+        for batch, document in windows.batches(micro_batch, num_sequences):
             local = batch.to(device)
             with autocast(device, compute_dtype):
                 hidden = model.hidden_states(local.tokens, local.cu_seqlens, local.max_seqlen)
@@ -319,8 +319,8 @@ def student_t(freedom: float) -> float:
     return z + terms[0] / freedom + terms[1] / freedom**2
 
 
-class SplitWindows:
-    """Windows of a split as in training, across documents; see :class:`Windows`.
+class SplitSequences:
+    """EvaluationText of a split as in training, across documents; see :class:`EvaluationText`.
 
     A synthetic task has no documents: each window counts as one.
 
@@ -341,12 +341,12 @@ class SplitWindows:
 
     def __len__(self) -> int:
         """The number of windows."""
-        return self._source.num_windows(self.seq_len)
+        return self._source.num_sequences(self.seq_len)
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`Windows`."""
-        chosen, size = spread(num_windows, len(self)), self.seq_len
-        windows = (self._source, size, micro_batch, num_windows)
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`EvaluationText`."""
+        chosen, size = spread(num_sequences, len(self)), self.seq_len
+        windows = (self._source, size, micro_batch, num_sequences)
         batches = validation_batches(*windows, document_mask=self._document_mask)
         for number, batch in enumerate(batches):
             indices = chosen[number * micro_batch :][:micro_batch]
@@ -355,8 +355,8 @@ class SplitWindows:
             yield batch, np.searchsorted(self._starts, places, side="right") - 1
 
 
-class RollingWindows:
-    """Windows of whole documents in which each token is a target once; see :class:`Windows`.
+class RollingSequences:
+    """EvaluationText of whole documents in which each token is a target once; see :class:`EvaluationText`.
 
     They are the windows of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a
     document's first token is predicted from a separator, and each later window begins with the last
@@ -385,9 +385,9 @@ class RollingWindows:
         """The number of windows."""
         return len(self._parts)
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`Windows`; each window is a sequence."""
-        chosen = spread(num_windows, len(self))
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`EvaluationText`; each window is a sequence."""
+        chosen = spread(num_sequences, len(self))
         for begin in range(0, len(chosen), micro_batch):
             indices = chosen[begin : begin + micro_batch]
             tokens, targets = zip(*map(self._window, indices), strict=True)

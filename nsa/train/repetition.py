@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nsa.errors import check
 from nsa.train.data import TextSource, TokenSource
 from nsa.train.data.tokenizer import Ids
-from nsa.train.evaluation import Measurement, SplitWindows, Sums, figures_of
+from nsa.train.evaluation import Measurement, SplitSequences, Sums, figures_of
 
 
 class RepeatedPassages(TokenSource):
@@ -35,24 +35,24 @@ class RepeatedPassages(TokenSource):
         self.separator_id, self.token_bytes = None, source.token_bytes
         self._source, self._length, self._distance = source, length, distance
         ends = np.append(source.document_starts()[1:], source.num_tokens) - 1  # separators
-        first = np.arange(source.num_windows(seq_len)) * seq_len
+        first = np.arange(source.num_sequences(seq_len)) * seq_len
         before, upto = np.searchsorted(ends, first), np.searchsorted(ends, first + seq_len, "right")
         self._windows = np.flatnonzero(before == upto)
         half = length // 2
         self.again = slice(seq_len - half, seq_len)  # rows of targets
         self.at_first = slice(seq_len - half - distance, seq_len - distance)
 
-    def windows(self, seq_len: int) -> SplitWindows:
+    def windows(self, seq_len: int) -> SplitSequences:
         """Sequences to measure; each counts as a document."""
-        return SplitWindows(self, seq_len, document_mask=False)
+        return SplitSequences(self, seq_len, document_mask=False)
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """Number of windows that are inside one document."""
         return len(self._windows)
 
-    def window(self, seq_len: int, index: int) -> Ids:
+    def sequence(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`."""
-        tokens = self._source.window(seq_len, self._windows[index])
+        tokens = self._source.sequence(seq_len, self._windows[index])
         begin = len(tokens) - self._length
         tokens[begin:] = tokens[begin - self._distance :][: self._length].copy()
         return tokens
@@ -97,5 +97,5 @@ def repeated_passages(source: TokenSource, seq_len: int, length: int) -> list[Re
     distances = [*(distance for distance in doubled if distance < furthest), furthest]
     found = [RepeatedPassages(source, seq_len, length, distance) for distance in distances]
     rule = f"be left out, as no document of the text has a whole window of {seq_len} tokens"
-    check(found[0].num_windows(seq_len) > 0, "eval", "--repeat", rule, length)
+    check(found[0].num_sequences(seq_len) > 0, "eval", "--repeat", rule, length)
     return found

@@ -340,7 +340,7 @@ class Reports:
         if model is None or not self._run.processes.is_main:
             return
         size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
-        prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
+        prompt = self._data.validation.sequence(config.seq_len, 0)[:size].tolist()
         self._stops_in_sample()
         with optional_output(path.name):
             replace_text(path, self._sample(model, prompt))

@@ -17,8 +17,8 @@ from nsa.train.data import IGNORED_TARGET, Batch, TextSource, validation_batches
 from nsa.train.data.synthetic import SyntheticSource
 from nsa.train.evaluation import (
     Measurement,
-    RollingWindows,
-    SplitWindows,
+    RollingSequences,
+    SplitSequences,
     evaluate,
     in_words,
     measure,
@@ -105,7 +105,7 @@ def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: 
                     positions[position] += row
     loss, windows = (
         NextTokenLoss(model, 10),
-        SplitWindows(text, seq_len, document_mask=document_mask),
+        SplitSequences(text, seq_len, document_mask=document_mask),
     )
     found = measure(loss, windows, 3, 100)
     np.testing.assert_allclose(found.documents, documents, rtol=1e-10)
@@ -115,7 +115,7 @@ def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: 
 
 
 def test_windows_of_a_task_count_as_documents() -> None:
-    windows = SplitWindows(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
+    windows = SplitSequences(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
     result = measure(NextTokenLoss(make_model()), windows, 2, 3)
     assert result.documents[:, 1].nonzero()[0].tolist() == [0, len(windows) // 3, 8192 // 3]
     assert result.figures()["num_targets"] == 3 * 8
@@ -216,7 +216,7 @@ def test_what_cannot_be_compared() -> None:
     two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
         paired_difference([two], [other])
-    windows = SplitWindows(source(), 10**6, document_mask=True)
+    windows = SplitSequences(source(), 10**6, document_mask=True)
     with pytest.raises(ValueError, match="windows must hold targets that spell at least one byte"):
         measure(NextTokenLoss(make_model()), windows, 1, 1)
 
@@ -231,7 +231,7 @@ def test_rolling_windows_predict_each_token_once(
     """In order, from as many tokens of its document as fit, the first one from the separator."""
     spelled = np.append(0, np.full(255, 2))
     source = TextSource([np.array([*text, 0]) for text in documents], 0, spelled)
-    rolling, predicted, whole = RollingWindows(source, seq_len), list[int](), list[int]()
+    rolling, predicted, whole = RollingSequences(source, seq_len), list[int](), list[int]()
     assert len(rolling) == sum(-(-len(text) // seq_len) for text in documents)
     for batch, document in rolling.batches(micro_batch, len(rolling)):
         counted = batch.targets != IGNORED_TARGET

@@ -129,7 +129,7 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, caps
         folder = RunFolder.open(name)
         for text in (None, "text"):
             save = Path(f"{name}-{text}.npz")
-            list(evaluate_run(folder, text=text, save=save, device="cpu", num_windows=4))
+            list(evaluate_run(folder, text=text, save=save, device="cpu", num_sequences=4))
     abouts = {x.stem: load_measurement("", "", x)[1] for x in tmp_path.glob("*.npz")}
     assert [abouts[f"{name}-None"]["seed"] for name in "abc"] == [1, 2, 1]
     assert [abouts[f"{name}-None"]["document_mask"] for name in "abc"] == [True, True, False]

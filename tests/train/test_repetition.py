@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nsa.train.data import TextSource
 from nsa.train.data.synthetic import SyntheticSource
-from nsa.train.evaluation import Measurement, SplitWindows
+from nsa.train.evaluation import Measurement, SplitSequences
 from nsa.train.repetition import RepeatedPassages, repeated_passages
 
 
@@ -30,12 +30,12 @@ def test_the_end_of_a_window_repeats_what_stands_before(seq_len: int, data: st.D
     length = data.draw(st.integers(2, seq_len // 2))
     distance = data.draw(st.integers(length, seq_len - length))
     source, half = text(*sizes), length // 2
-    whole = [source.window(seq_len, index) for index in range(source.num_windows(seq_len))]
+    whole = [source.sequence(seq_len, index) for index in range(source.num_sequences(seq_len))]
     whole = [window for window in whole if 0 not in window]
     found = RepeatedPassages(source, seq_len, length, distance)
-    assert found.num_windows(seq_len) == len(whole)
+    assert found.num_sequences(seq_len) == len(whole)
     for index, before in enumerate(whole):
-        window, counted = found.window(seq_len, index), found.target_mask(seq_len, index)
+        window, counted = found.sequence(seq_len, index), found.target_mask(seq_len, index)
         assert window[:-length].tolist() == before[:-length].tolist()
         passage = before[seq_len + 1 - length - distance :][:length]
         assert window[-length:].tolist() == passage.tolist()
@@ -43,7 +43,7 @@ def test_the_end_of_a_window_repeats_what_stands_before(seq_len: int, data: st.D
         # The second half of the passage is counted twice: at its end, and at its first place.
         targets = window[1:][counted].tolist()
         assert targets == [*passage[length - half :]] * 2
-        assert found.window(seq_len, index).tolist() == window.tolist(), "reading changes nothing"
+        assert found.sequence(seq_len, index).tolist() == window.tolist(), "reading changes nothing"
 
 
 def test_figures_are_those_of_both_places() -> None:
@@ -73,7 +73,7 @@ def test_distances_double_up_to_the_whole_window() -> None:
     assert distances(48, 16) == [16, 32]
     assert distances(32, 16) == [16]
     batch, _ = next(
-        SplitWindows(repeated_passages(text(1000), 32, 8)[0], 32, document_mask=False).batches(2, 9)
+        SplitSequences(repeated_passages(text(1000), 32, 8)[0], 32, document_mask=False).batches(2, 9)
     )
     assert batch.num_targets == 2 * 2 * 4
 

@@ -286,7 +286,7 @@ def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
         (text / f"{index}.txt").write_text(document)
     data = DataConfig(source="folder", path=str(text), validation_fraction=0.12)
     trainer = new_trainer(tmp_path, data=data, steps=40, eval_every=0, checkpoint_every=0)
-    assert b"zyxw" in bytes(trainer.data.validation.window(64, 0).astype("uint8"))
+    assert b"zyxw" in bytes(trainer.data.validation.sequence(64, 0).astype("uint8"))
     row = trainer.run().row
     assert float(row["bits_per_byte"]) < 2
     assert float(row["val_bits_per_byte"]) > 6
@@ -310,7 +310,7 @@ def test_the_sample_does_not_hold_up_the_end(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     trainer._reports.write_sample()
     text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8", errors="replace")
-    prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"")
+    prompt = bytes(trainer.data.validation.sequence(64, 0)[:64].astype("uint8")).replace(b"\0", b"")
     ended = "--- ended after 3 of 6 tokens by sample_limit_s (2.5 s)\n" if drawn == 3 else ""
     continuation = b"".join(whole[:drawn]).decode(errors="replace")
     assert text == (

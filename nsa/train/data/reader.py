@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
+from nsa.train.data.batch import DataUnavailableError
 from nsa.train.data.documents import COMPRESSED, FORMATS
 from nsa.train.data.local import (
     READ_ERRORS,
@@ -44,7 +45,6 @@ from nsa.train.data.local import (
     texts_from,
     unreadable,
 )
-from nsa.train.data.source import DataUnavailableError
 from nsa.train.data.tokenizer import MAX_TEXTS, fingerprint_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import numpy as np
 
 from nsa.errors import UserError, check, fail
 from nsa.files import replace_text
+from nsa.train.data.batch import DataUnavailableError, TextSource
 from nsa.train.data.documents import Side
-from nsa.train.data.source import DataUnavailableError, TextSource
 from nsa.train.data.tokenizer import (
     Ids,
     Tokenizer,

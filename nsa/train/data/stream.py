@@ -12,10 +12,10 @@ import numpy as np
 
 from nsa.errors import fail
 from nsa.train.config import DataConfig
+from nsa.train.data.batch import Sampler, TokenSource
 from nsa.train.data.documents import SIDES, Row, tokenise
 from nsa.train.data.local import Found, Origin, Place
 from nsa.train.data.reader import Pace, read_documents
-from nsa.train.data.source import Sampler, TokenSource
 from nsa.train.data.tokenizer import Ids, Tokenizer, Tokens
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class StreamSource(TokenSource):
         self._tokenise = partial(tokenise, tokenizer, config.fractions, ("train",), False)
         self.seek(0, BEGINNING)
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """See :class:`TokenSource`: more than any run takes."""
         return ENDLESS
 
-    def window(self, seq_len: int, index: int) -> Ids:
+    def sequence(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`, but in ascending order only."""
         start, stop = index * seq_len, (index + 1) * seq_len + 1
         self._read_to(stop)
@@ -126,16 +126,16 @@ class StreamSampler(Sampler):
         self._source, self._seq_len = source, seq_len
         self._start: Position | None = BEGINNING  # None while the source continues from itself
 
-    def window_at(self, position: int) -> int:
+    def sequence_at(self, position: int) -> int:
         """See :class:`Sampler`: the order is the stream's."""
         return position
 
-    def next_windows(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
+    def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """See :class:`Sampler`."""
         if self._start is not None:
             self._source.seek(self.position * self._seq_len, self._start)
             self._start = None
-        return super().next_windows(micro_batch, rank=rank, world_size=world_size)
+        return super().next_indices(micro_batch, rank=rank, world_size=world_size)
 
     def state_dict(self) -> dict[str, int]:
         """See above."""

@@ -24,10 +24,10 @@ from nsa.train.data import (
 )
 from nsa.train.data.tokenizer import Ids
 from nsa.train.evaluation import (
+    EvaluationText,
     Measurement,
-    RollingWindows,
-    SplitWindows,
-    Windows,
+    RollingSequences,
+    SplitSequences,
     in_words,
     measure,
     paired_difference,
@@ -64,7 +64,7 @@ def evaluate_run(
     text: str | None = None,
     seq_len: int | None = None,
     device: str = "auto",
-    num_windows: int | None = None,
+    num_sequences: int | None = None,
     micro_batch: int | None = None,
     save: Path | None = None,
     repeat: int | None = None,
@@ -79,7 +79,7 @@ def evaluate_run(
         text: file or folder of text, ``-`` for standard input; None takes the split.
         seq_len: tokens of a window; None takes the run's.
         device: ``auto``, ``cpu`` or ``cuda``.
-        num_windows: windows to measure, spread over all of the text; None for all.
+        num_sequences: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
         save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
         repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
@@ -94,7 +94,7 @@ def evaluate_run(
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    _check_sizes({"windows": num_windows, "micro-batch": size, "seq-len": seq_len})
+    _check_sizes({"windows": num_sequences, "micro-batch": size, "seq-len": seq_len})
     check_output("eval", "--save", save, is_new=True)
     if text is not None:
         check(split == "validation", "eval", "--split", "be left out with --text", split)
@@ -105,13 +105,13 @@ def evaluate_run(
         _check_comparable(path, other, split if text is None else None)
     part = _text(folder, config, path, split, text, seq_len)
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
-    number = min(num_windows or len(part.windows), len(part.windows))
+    number = min(num_sequences or len(part.windows), len(part.windows))
 
-    def measured(loss: NextTokenLoss, windows: Windows) -> Measurement:
+    def measured(loss: NextTokenLoss, windows: EvaluationText) -> Measurement:
         return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
 
     def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
-        found = [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
+        found = [one.figures(measured(loss, one.sequences(seq_len))) for one in passages]
         yield from _repeats(name, found)
 
     model, step = load_model(config.model, path, place)
@@ -158,7 +158,7 @@ class _Text(NamedTuple):
     kind: str
     name: str
     source: TokenSource
-    windows: Windows
+    windows: EvaluationText
     data: DataBundle | None
 
 
@@ -173,10 +173,10 @@ def _text(
     if text is not None:
         whole = read_text("eval", folder, text)
         name = "standard input" if text == "-" else text
-        return _Text("text", name, whole, RollingWindows(whole, seq_len), None)
+        return _Text("text", name, whole, RollingSequences(whole, seq_len), None)
     data = _open_data(folder, config, checkpoint)
     source = _split_of(data, split, seq_len)
-    windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
+    windows = SplitSequences(source, seq_len, document_mask=config.data.document_mask)
     return _Text(split, config.data.source, source, windows, data)
 
 
@@ -262,7 +262,7 @@ def _split_of(data: DataBundle, split: Split, seq_len: int) -> TokenSource:
     if source is None:
         hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
         fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
-    if source.num_windows(seq_len) == 0:
+    if source.num_sequences(seq_len) == 0:
         assert isinstance(source, TextSource)
         rule = f"be below the {source.num_tokens} tokens of the {split} text"
         fail("eval", "--seq-len", rule, seq_len)
@@ -287,8 +287,8 @@ def _compared(
         return
     train = _in_memory(data.train)
     assert isinstance(source, TextSource), "a split without text"
-    tokens: Ids = np.stack([source.window(seq_len, index) for index in windows])
-    bigram = bigram_bits_per_byte(train, source, windows=tokens)
+    tokens: Ids = np.stack([source.sequence(seq_len, index) for index in windows])
+    bigram = bigram_bits_per_byte(train, source, sequences=tokens)
     is_part = train.num_tokens < data.description["train_tokens"]
     counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
     yield _finding(

@@ -47,10 +47,10 @@ def batch_of(*indices: int, document_mask: bool = True) -> Batch:
 )
 def test_every_target_is_the_next_token_of_the_same_document(texts, seq_len, document_mask):
     source = source_of(*texts)
-    num_windows = source.num_windows(seq_len)
-    assume(num_windows > 0)
-    batch = collate(source, range(num_windows), seq_len, document_mask=document_mask)
-    size = num_windows * seq_len
+    num_sequences = source.num_sequences(seq_len)
+    assume(num_sequences > 0)
+    batch = collate(source, range(num_sequences), seq_len, document_mask=document_mask)
+    size = num_sequences * seq_len
     tokens = source.tokens[: size + 1].astype(np.int64)
     ends = (tokens[:-1] == 0) & document_mask
     expected = np.where(ends, IGNORED_TARGET, tokens[1:])
@@ -77,16 +77,16 @@ def test_masked_targets_of_a_source_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "num_windows", "sizes"),
+    ("micro_batch", "num_sequences", "sizes"),
     [(1, 7, [10] * 7), (3, 7, [30, 30, 10]), (100, 7, [70]), (4, 10**6, [40, 40, 20])],
 )
-def test_validation_batches_hold_windows_from_all_of_the_text(micro_batch, num_windows, sizes):
+def test_validation_batches_hold_windows_from_all_of_the_text(micro_batch, num_sequences, sizes):
     source = source_of("".join(chr(33 + i % 90) for i in range(100)))
-    batches = list(validation_batches(source, 10, micro_batch, num_windows, document_mask=True))
+    batches = list(validation_batches(source, 10, micro_batch, num_sequences, document_mask=True))
     assert [len(batch.tokens) for batch in batches] == sizes
     tokens = torch.cat([batch.tokens for batch in batches])
     first = {7: [0, 1, 2, 4, 5, 7, 8], 10**6: range(10)}  # numbers of 10 windows
-    places = [10 * index + k for index in first[num_windows] for k in range(10)]
+    places = [10 * index + k for index in first[num_sequences] for k in range(10)]
     assert tokens.tolist() == source.tokens[places].tolist()
 
 

@@ -50,8 +50,8 @@ def test_probabilities_are_those_of_the_formula(vocab_size, alpha, beta):
             unigram = (count + beta) / (len(pairs) + beta * vocab_size)
             seen, total = pairs.count((first, second)), sum(pair[0] == first for pair in pairs)
             expected -= math.log2((seen + alpha * unigram) / (total + alpha))
-    counts, measured = (bigram._Pairs(tokens, vocab_size, 0) for tokens in (train, text))
-    assert counts.bits(measured, alpha, beta) == pytest.approx(expected, rel=1e-12)
+    counts, measured = (bigram._count(tokens, vocab_size, 0) for tokens in (train, text))
+    assert bigram._bits(counts, measured, vocab_size, alpha, beta) == pytest.approx(expected, rel=1e-12)
 
 
 def test_validation_plays_no_part_in_the_smoothing(monkeypatch):
@@ -79,10 +79,10 @@ def test_windows_alone_can_be_measured():
     train, _ = markov_source(3_000, seed=2)
     easy, hard = np.full(200, 97), np.random.default_rng(0).integers(97, 105, size=200)
     both = source_of(np.concatenate((easy, hard)))
-    first = bigram_bits_per_byte(train, both, windows=both.window(199, 0)[None])
+    first = bigram_bits_per_byte(train, both, sequences=both.sequence(199, 0)[None])
     assert first == bigram_bits_per_byte(train, source_of(easy))
-    halves = np.stack([both.window(99, index) for index in (0, 1)])  # no pair across them
-    alone = bigram_bits_per_byte(train, source_of(easy[:199]), windows=halves)
+    halves = np.stack([both.sequence(99, index) for index in (0, 1)])  # no pair across them
+    alone = bigram_bits_per_byte(train, source_of(easy[:199]), sequences=halves)
     assert alone == pytest.approx(first, rel=1e-12)
     assert first != pytest.approx(bigram_bits_per_byte(train, both), rel=1e-3)
 

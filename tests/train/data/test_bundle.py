@@ -37,7 +37,7 @@ def test_corpus_opens_with_every_tokenizer(tokenizer):
         assert (source.tokens == data.tokenizer.separator_id).sum() == len(texts)
         assert int(source.token_bytes[source.tokens].sum()) == size
         found = [data.description[f"{side}_{name}"] for name in ("bytes", "documents", "windows")]
-        assert found == [size, len(texts), source.num_windows(128)]
+        assert found == [size, len(texts), source.num_sequences(128)]
     assert data.description["vocab_size"] == data.tokenizer.vocab_size
     assert data.description["validation_names"] == ["macbeth.txt"]
     assert "Public domain" in data.description["provenance"]

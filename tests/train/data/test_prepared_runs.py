@@ -71,7 +71,7 @@ def run(folder: Path, data: DataConfig, resume: bool = False, **changes: Any) ->
 
 
 def evaluation(folder: Path) -> list[str]:
-    return [found.line for found in evaluate_run(RunFolder.open(folder), num_windows=2)]
+    return [found.line for found in evaluate_run(RunFolder.open(folder), num_sequences=2)]
 
 
 # --- opening the data -----------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def test_shards_and_stream_have_the_same_text(shards, source):
     assert isinstance(validation, ShardSource)
     assert isinstance(streamed.train, StreamSource)
     assert isinstance(streamed.validation, TextSource)
-    for index in range(train.num_windows(64)):
-        assert (train.window(64, index) == streamed.train.window(64, index)).all()
+    for index in range(train.num_sequences(64)):
+        assert (train.sequence(64, index) == streamed.train.sequence(64, index)).all()
     tokens = streamed.validation.tokens
     assert 2000 <= len(tokens) < 3000
     assert (validation.read(0, len(tokens)) == tokens).all()
@@ -195,7 +195,7 @@ from nsa.train.config import DataConfig
 from nsa.train.data import collate, open_data
 config = DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2")
 data = open_data(config, seed=1, seq_len=64)
-batch = collate(data.train, data.sampler(64, 1).next_windows(2), 64, document_mask=True)
+batch = collate(data.train, data.sampler(64, 1).next_indices(2), 64, document_mask=True)
 print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
 from nsa import cli
 for source in sys.argv[2:]:

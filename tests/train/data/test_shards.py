@@ -82,10 +82,10 @@ def test_sequences_are_those_of_the_text_however_it_was_written(
     source = ShardSource(ShardFolder(folder, index, BYTES), "train")
     expected = TextSource(documents, 0, BYTES.token_bytes)
     assert source.num_tokens == expected.num_tokens == writer.total("tokens")
-    for number in range(expected.num_windows(seq_len)):
-        window = source.window(seq_len, number)
+    for number in range(expected.num_sequences(seq_len)):
+        window = source.sequence(seq_len, number)
         assert window.dtype == np.int64
-        assert np.array_equal(window, expected.window(seq_len, number))
+        assert np.array_equal(window, expected.sequence(seq_len, number))
     assert source.most_sequences(seq_len, 3) == expected.most_sequences(seq_len, 3)
     assert np.array_equal(source.read(0, 10**9), expected.tokens)
     starts = source.document_starts().tolist()

@@ -50,7 +50,7 @@ def test_no_byte_and_no_window_is_on_both_sides(sizes, fraction, seq_len):
     for side in (split.train, split.validation):
         tokens = tokenizer.encode_documents([document.text for document in side])
         source = TextSource(tokens, 0, tokenizer.token_bytes)
-        windows = (source.window(seq_len, i) for i in range(source.num_windows(seq_len)))
+        windows = (source.sequence(seq_len, i) for i in range(source.num_sequences(seq_len)))
         texts = (window.astype("uint8").tobytes().replace(b"\0", b"\n") for window in windows)
         lines = {line for text in texts for line in text.split(b"\n")}
         seen.append({line for line in lines if len(line) == NUMBER - 1})  # whole places only

@@ -65,7 +65,7 @@ def tokens_at(start: int, stop: int) -> list[int]:
 def test_windows_are_the_training_documents_over_and_over(stream):
     made, seq_len = stream(), 1000
     for index in range(2 * len(TRAIN) // seq_len):
-        window = made.window(seq_len, index)
+        window = made.sequence(seq_len, index)
         assert window.dtype == np.int64
         assert window.tolist() == tokens_at(index * seq_len, (index + 1) * seq_len + 1)
 
@@ -77,17 +77,17 @@ def test_state_resumes_exactly_at_every_window(seq_len, position, stream):
     first, second = stream(), stream()
     sampler, resumed = StreamSampler(first, seq_len), StreamSampler(second, seq_len)
     for _ in range(position):
-        (index,) = sampler.next_windows(1)
-        first.window(seq_len, index)
+        (index,) = sampler.next_indices(1)
+        first.sequence(seq_len, index)
     state = json.loads(json.dumps(sampler.state_dict()))
     assert set(state) == {"position", *BEGINNING}
     assert state["position"] == position
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     for expected in range(position, position + 3):
-        assert resumed.next_windows(1) == [expected]
+        assert resumed.next_indices(1) == [expected]
         tokens = tokens_at(expected * seq_len, (expected + 1) * seq_len + 1)
-        assert second.window(seq_len, expected).tolist() == tokens
+        assert second.sequence(seq_len, expected).tolist() == tokens
     assert sampler.state_dict() == state  # setting one moves no other
     first.close()
     second.close()
@@ -98,7 +98,7 @@ def test_two_samplers_of_one_stream_follow_each_other(stream):
     made, tokens = stream(), []
     ahead, behind = StreamSampler(made, 100), StreamSampler(made, 100)
     for _ in range(5):
-        batch = collate(made, ahead.next_windows(3), 100, document_mask=True)
+        batch = collate(made, ahead.next_indices(3), 100, document_mask=True)
         tokens += batch.tokens.tolist()
         behind.load_state_dict(ahead.state_dict())
         assert behind.state_dict() == ahead.state_dict()
@@ -111,8 +111,8 @@ def test_ranks_share_the_sequences(stream):
     drawn = []
     for _ in range(4):
         for rank, (made, sampler) in enumerate(ranks):
-            for index in sampler.next_windows(2, rank=rank, world_size=3):
-                drawn += made.window(50, index)[:-1].tolist()
+            for index in sampler.next_indices(2, rank=rank, world_size=3):
+                drawn += made.sequence(50, index)[:-1].tolist()
     assert drawn == tokens_at(0, 4 * 2 * 3 * 50)
     assert len({json.dumps(sampler.state_dict()) for _, sampler in ranks}) == 1
 
@@ -137,7 +137,7 @@ def test_data_without_training_text_are_an_error(tmp_path):
     made = StreamSource(Origin(str(path)), ByteTokenizer(), config_of(path))
     message = r"data\.path must hold training text, got none in .*a\.jsonl"
     with pytest.raises(UserError, match=message):
-        made.window(10, 0)
+        made.sequence(10, 0)
 
 
 @pytest.mark.parametrize("is_clone", [False, True])
@@ -155,6 +155,6 @@ def test_a_stream_says_how_far_it_is_while_it_starts(is_clone, tmp_path, monkeyp
     assert lines == [f"read {count:,} documents for validation" for count in counts]
     made = StreamSource(origin, ByteTokenizer(), config_of(path))
     made.seek(0, {"epoch": 0, "file": 0, "row": 2400, "token": 0})
-    made.window(10, 0)
+    made.sequence(10, 0)
     made.close()
     assert f"file 1 of {path}: 1000 of 2400 rows skipped" in caplog.text

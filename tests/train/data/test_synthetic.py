@@ -32,8 +32,8 @@ def known_answer(task: str, seen: list[int]) -> int | None:
 def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
     source = SyntheticSource(task, "train", seed=1)
     assert source.ideal_loss == 0
-    for index in (0, 1, 77, source.num_windows(seq_len) - 1):
-        tokens = source.window(seq_len, index)
+    for index in (0, 1, 77, source.num_sequences(seq_len) - 1):
+        tokens = source.sequence(seq_len, index)
         assert tokens.dtype == np.int64
         assert tokens.shape == (seq_len + 1,)
         assert 0 <= tokens.min() <= tokens.max() < 256
@@ -48,7 +48,7 @@ def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
 
 def test_uniform_bytes_are_uniform_and_cost_eight_bits():
     source = SyntheticSource("uniform", "train", seed=1)
-    windows = np.concatenate([source.window(4096, i) for i in range(64)])
+    windows = np.concatenate([source.sequence(4096, i) for i in range(64)])
     counts = np.bincount(windows, minlength=256) * 256 / len(windows)
     assert 0.8 < counts.min() < counts.max() < 1.2
     assert source.target_mask(4096, 0).all()
@@ -60,17 +60,17 @@ def test_uniform_bytes_are_uniform_and_cost_eight_bits():
 
 def test_needle_hides_at_every_depth():
     source = SyntheticSource("needle", "train", seed=1)
-    places = {source.window(40, i).tolist().index(0) for i in range(800)}
+    places = {source.sequence(40, i).tolist().index(0) for i in range(800)}
     assert places == set(range(41 - 2 * 9 + 1))
 
 
 @pytest.mark.parametrize("task", SHORTEST)
 def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task):
     train, again = (SyntheticSource(task, "train", seed=4) for _ in range(2))
-    last = train.window(64, 900_000)
-    assert np.array_equal(again.window(64, 900_000), last)
+    last = train.sequence(64, 900_000)
+    assert np.array_equal(again.sequence(64, 900_000), last)
     others = SyntheticSource(task, "validation", seed=4), SyntheticSource(task, "train", seed=5)
-    sides = [{source.window(64, i).tobytes() for i in range(200)} for source in (train, *others)]
+    sides = [{source.sequence(64, i).tobytes() for i in range(200)} for source in (train, *others)]
     assert len(set.union(*sides)) == 600
 
 
