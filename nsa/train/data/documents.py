@@ -164,7 +164,7 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
     texts = [name for name in names if format_of(name) in ("text", None)]
-    rule = "hold text; `nsa data prepare` reads the rows of JSON and Parquet files"
+    rule = "contain text; `nsa data prepare` reads the rows of JSON and Parquet files"
     check(bool(texts), "open_data", "data.path", rule, ", ".join(names[:3]))
     provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
     files = _read(root.parent if root.is_file() else root, texts, provenance)

@@ -27,7 +27,7 @@ from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-_WHERE, _RULE = ("read_documents", "source"), "hold documents that can be read"
+_WHERE, _RULE = ("read_documents", "source"), "contain documents that can be read"
 _CARD = "README.md"
 _SHOWN = 10
 # Files about a data set, also those of shards that were written into the folder of their text.
@@ -145,7 +145,7 @@ def find_files(origin: Origin) -> Found:
     first = {kind: name for name, kind in reversed(formats.items())}
     found = f"{' beside '.join(sorted(first.values()))} in {path}"
     hint = "Choose with --pattern (data.pattern), for example '*.txt'."
-    check(len(first) == 1, "read_documents", "source", "hold files of one format", found, hint)
+    check(len(first) == 1, "read_documents", "source", "contain files of one format", found, hint)
     (kind,) = first
     names = _of_split(list(formats), kind, origin.split)
     root = path.parent if is_file else path
@@ -267,7 +267,7 @@ def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
             text = row.get(field) or ""
             if not isinstance(text, str):
                 kind = type(text).__name__
-                fail("read_documents", "text_field", f"hold text in {path.name}", kind)
+                fail("read_documents", "text_field", f"contain text in {path.name}", kind)
             yield text.encode("utf-8", "surrogatepass")
     if row and not is_known:
         _no_column(field, path.name, row)
@@ -303,7 +303,7 @@ def column_texts(table: Any, field: str, name: str) -> list[bytes]:
         _no_column(field, name, table.column_names)
     column = table.column(field)
     is_text = str(column.type) in ("string", "large_string", "string_view")
-    check(is_text, "read_documents", "text_field", f"hold text in {name}", column.type)
+    check(is_text, "read_documents", "text_field", f"contain text in {name}", column.type)
     return column.cast("large_binary").fill_null(b"").to_pylist()
 
 

@@ -178,7 +178,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
         raw = text if isinstance(text, bytes) else _checked(text).encode()
-        place, rule = raw.find(b"\0"), "hold no NUL byte, which is the separator"
+        place, rule = raw.find(b"\0"), "contain no NUL byte, which is the separator"
         fits = place < 0 or self.separator_id is None
         check(fits, "ByteTokenizer", "text", rule, f"one at offset {place}")
         return list(raw)

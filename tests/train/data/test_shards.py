@@ -28,7 +28,6 @@ from nsa.train.data.shards import (
     TOKENIZER,
     ShardFolder,
     ShardWriter,
-    shard_dtype,
     with_digest,
 )
 
@@ -83,14 +82,10 @@ def test_sequences_are_those_of_the_text_however_it_was_written(
     expected = TextSource(documents, 0, BYTES.token_bytes)
     assert source.num_tokens == expected.num_tokens == writer.total("tokens")
     for number in range(expected.num_sequences(seq_len)):
-        window = source.sequence(seq_len, number)
-        assert window.dtype == np.int64
-        assert np.array_equal(window, expected.sequence(seq_len, number))
+        assert np.array_equal(source.sequence(seq_len, number), expected.sequence(seq_len, number))
     assert source.most_sequences(seq_len, 3) == expected.most_sequences(seq_len, 3)
     assert np.array_equal(source.read(0, 10**9), expected.tokens)
-    starts = source.document_starts().tolist()
-    assert starts == expected.document_starts().tolist() == [0, *np.cumsum(lengths)[:-1]]
-    assert [shard["name"] for shard in shards] == [f"train-{n:05d}" for n in range(len(shards))]
+    assert source.document_starts().tolist() == expected.document_starts().tolist()
     assert all(shard["tokens"] >= shard_tokens for shard in shards[:-1])
     shutil.rmtree(folder)
 
@@ -128,9 +123,14 @@ def test_writer_refuses_files_that_lack_what_was_committed(tmp_path):
         ShardWriter(tmp_path, "train", 256, 4, committed)
 
 
-def test_tokens_on_disk_are_little_endian():
-    sizes = (256, 257, 65536, 65537)
-    assert [shard_dtype(size).str for size in sizes] == ["|u1", "<u2", "<u2", "<u4"]
+def test_folders_without_prepared_data_are_named(tmp_path):
+    message = r"index\.json must exist, got nothing\. Make it with: nsa data prepare"
+    with pytest.raises(DataUnavailableError, match=message):
+        open_shards(tmp_path / "gone")
+    (tmp_path / PROGRESS).write_text("{}")
+    message = r"index\.json must exist, got an interrupted preparation\. Give the same"
+    with pytest.raises(UserError, match=message):
+        open_shards(tmp_path)
 
 
 def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch, caplog):
@@ -154,16 +154,6 @@ def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch, 
         open_shards(folder)
     assert caplog.text.count("verifying") == 5
     assert f"{STAMP} cannot be written (Permission denied)" in caplog.text
-
-
-def test_a_folder_without_prepared_data_is_named(tmp_path):
-    message = r"index\.json must exist, got nothing\. Make it with: nsa data prepare"
-    with pytest.raises(DataUnavailableError, match=message):
-        open_shards(tmp_path / "gone")
-    (tmp_path / PROGRESS).write_text("{}")
-    message = r"index\.json must exist, got an interrupted preparation\. Give the same"
-    with pytest.raises(UserError, match=message):
-        open_shards(tmp_path)
 
 
 @pytest.mark.parametrize(
