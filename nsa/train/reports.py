@@ -25,9 +25,8 @@ from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
 from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.execution.startup import Startup
-from nsa.train.generation import generate
+from nsa.train.generation import Generation, Sampling
 from nsa.train.run_folder import RunFolder
-from nsa.train.sampling import Sampling
 from nsa.train.state import TrainState, Window
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import RANK_METRICS, MetricsWriter, Row
@@ -348,7 +347,7 @@ class Reports:
     def _sample(self, model: LanguageModel, prompt: list[int]) -> str:
         config, tokenizer = self._config, self._data.tokenizer
         begin, limit_s, text = time.monotonic(), config.sample_limit_s, b""
-        pieces = generate(
+        pieces = Generation(
             model,
             tokenizer,
             [prompt],
