@@ -273,15 +273,20 @@ def collate(
         ends = tokens == source.separator_id
         targets[ends] = IGNORED_TARGET
         starts[:, 1:] |= ends[:, :-1]
-    cu_seqlens = np.append(np.flatnonzero(starts), tokens.size).astype(np.int32)
-    counted_targets = targets[targets != IGNORED_TARGET]
+    cu_seqlens = np.append(np.flatnonzero(starts), tokens.size)
+    return pack(tokens.reshape(-1), targets.reshape(-1), cu_seqlens, seq_len, source.token_bytes)
+
+
+def pack(tokens: Ids, targets: Ids, cu_seqlens: Ids, max_seqlen: int, token_bytes: Ids) -> Batch:
+    """Batch of arrays; see :class:`Batch` and :class:`TokenSource`."""
+    counted = targets[targets != IGNORED_TARGET]
     return Batch(
-        tokens=torch.from_numpy(tokens.reshape(-1)),
-        targets=torch.from_numpy(targets.reshape(-1)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        max_seqlen=seq_len,
-        num_bytes=int(source.token_bytes[counted_targets].sum()),
-        num_targets=counted_targets.size,
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        max_seqlen=max_seqlen,
+        num_bytes=int(token_bytes[counted].sum()),
+        num_targets=counted.size,
     )
 
 

@@ -31,11 +31,11 @@ from nsa.train.evaluation import (
     in_words,
     measure,
     paired_difference,
+    repeated_passages,
 )
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
-from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inputs import load_model, read_text
 
@@ -82,7 +82,8 @@ def evaluate_run(
         num_sequences: windows to measure, spread over all of the text; None for all.
         micro_batch: windows computed at a time; None takes the run's.
         save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
-        repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
+        repeat: tokens of a passage that the model has to repeat, see
+            :func:`nsa.train.evaluation.repeated_passages`.
 
     Yields:
         Findings, each as soon as it is known.
