@@ -7,22 +7,18 @@ broke off. ``datasets`` is imported in that process only.
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,18 +33,15 @@ from nsa.train.data.local import (
     Found,
     Origin,
     Place,
-    column_texts,
     find_files,
     is_local,
-    local_texts,
     sentence,
-    texts_from,
-    unreadable,
+    texts_of_files,
 )
-from nsa.train.data.tokenizer import MAX_TEXTS, fingerprint_of
+from nsa.train.data.tokenizer import fingerprint_of
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +99,10 @@ def read_documents(
         _unavailable("exist", origin.source, "It is no name on the hub.")
     if is_local(origin):
         found = find_files(origin)
-        texts = local_texts(origin, found, start)
+        root = path.parent if path.is_file() else path
+        texts = texts_of_files(
+            origin, found, start, lambda number: (root / found.files[number]).open("rb")
+        )
     else:
         rule = "be text or JSON lines on this machine, where the package datasets is not installed"
         hint = f"Install with: {install_command('data')}"
@@ -116,20 +112,28 @@ def read_documents(
         check(origin.pattern is None, "read_documents", "pattern", rule, origin.pattern)
         messages = _from_process(origin, start, time_limit_s)
         found, texts = next(messages), messages
-    return found, _after(texts, start.row, origin.source)
+    return found, _after(texts, found, origin.source, start.row)
 
 
 def _after(
-    texts: Iterator[Documents], skipped: int, source: str
+    batches: Iterator[Documents], found: Found, source: str, skipped: int
 ) -> Generator[Documents, None, None]:
-    """Documents without the empty batches of skipped rows, whose number is logged."""
-    pace = Pace()
-    for batch in texts:
-        if batch.texts:
-            yield batch
-        elif batch.end.row and pace.is_due():
-            what = "file %d of %s: %d of %d rows skipped"
-            logger.info(what, batch.end.file + 1, source, batch.end.row, skipped)
+    """Batches with texts; logs how many rows were skipped, and names the file of an error."""
+    pace, file = Pace(), 0
+    try:
+        for batch in batches:
+            file = batch.end.file
+            if batch.texts:
+                yield batch
+            elif batch.end.row and pace.is_due():
+                what = "file %d of %s: %d of %d rows skipped"
+                logger.info(what, file + 1, source, batch.end.row, skipped)
+    except UserError:
+        raise
+    except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
+        name, rule = found.files[file], "contain documents that can be read"
+        where = source if Path(source).is_file() else f"{name} of {source}"
+        raise UserError("read_documents", "source", rule, where, sentence(error)) from None
 
 
 def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generator[Any, None, None]:
@@ -200,25 +204,18 @@ def _unavailable(rule: str, value: Any, hint: str = "", argument: str = "source"
 def _serve(connection: Connection, origin: Origin, start: Place) -> None:
     """Send what was found, texts, and at the end None or the error that ended the reading."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    where = origin.source
 
     def read() -> None:
-        nonlocal where
-        files: tuple[str, ...] = ()
         for message in _read_hub(origin, start):
-            if isinstance(message, Found):
-                files = message.files
-            else:
-                where = f"{files[message.end.file]} of {origin.source}"
             connection.send(message)
 
     with suppress(BrokenPipeError), ThreadPoolExecutor(1) as pool:
         error = pool.submit(read).exception()
-        connection.send(None if error is None else _failure(error, origin.source, where))
+        connection.send(None if error is None else _failure(error, origin.source))
 
 
-def _failure(error: BaseException, source: str, where: str) -> Exception:
-    """Error for the parent: an ``OSError`` if it is to try again, otherwise a UserError."""
+def _failure(error: BaseException, source: str) -> Exception:
+    """Error for the parent: an ``OSError`` if it is to try again, a ValueError for bad content."""
     if isinstance(error, UserError):
         return error
     status = getattr(getattr(error, "response", None), "status_code", 500)
@@ -226,7 +223,7 @@ def _failure(error: BaseException, source: str, where: str) -> Exception:
     library = type(error).__module__.partition(".")[0]
     is_network = isinstance(error, READ_ERRORS) or library in _NETWORK_LIBRARIES
     if not is_network or is_refusal or Path(source).exists():
-        return unreadable(where, error)
+        return ValueError(sentence(error))
     kind = ConnectionError if "Connect" in type(error).__name__ else OSError
     return kind(sentence(error))
 
@@ -234,31 +231,19 @@ def _failure(error: BaseException, source: str, where: str) -> Exception:
 def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     """Files of a data set of the hub, or of a local copy, and then their texts."""
     import datasets
+    import fsspec
 
     datasets.disable_progress_bars()
-    # The lock of its own, between processes, would outlive a process that is killed.
+    # Its lock between processes would outlive a process that is killed.
     datasets.utils.tqdm.set_lock(threading.RLock())
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception reports the same
-    builder, found = _open_hub(origin)
+    found, urls = _find_hub(origin)
     yield found
-    config, split = builder.config, origin.split
-    files = config.data_files[split]
-    for number in range(start.file, len(files)):
-        yield Documents(Place(number), [])  # names the file of later errors
-        config.data_files = {split: files[number : number + 1]}
-        try:
-            rows = builder.as_streaming_dataset(split=split).with_format("arrow")
-        except StopIteration:  # of the JSON reader, for an empty file
-            continue
-        tables = (
-            column_texts(table, origin.text_field, found.files[number])
-            for table in rows.iter(batch_size=MAX_TEXTS)
-        )
-        yield from texts_from(start, number, chain.from_iterable(tables))
+    yield from texts_of_files(origin, found, start, lambda number: fsspec.open(urls[number], "rb"))
 
 
-def _open_hub(origin: Origin) -> tuple[datasets.DatasetBuilder, Found]:
-    """Find the files of a data set of the hub, or of a local copy.
+def _find_hub(origin: Origin) -> tuple[Found, list[str]]:
+    """Files of a data set of the hub, or of a local copy, and their addresses.
 
     Raises:
         DataUnavailableError: it does not exist.
@@ -278,22 +263,12 @@ def _open_hub(origin: Origin) -> tuple[datasets.DatasetBuilder, Found]:
     files = builder.config.data_files or {}
     rule = f"be one of {', '.join(map(str, files)) or 'none'}"
     check(origin.split in files, "read_documents", "split", rule, origin.split)
-    if builder.name == "parquet":  # decoded in pieces, not by row groups, which may be large
-        builder.config.batch_size = MAX_TEXTS
-    if builder.name == "text":  # a file is one document, not one a line
-        builder.config.sample_by = "document"
-        # The reader would turn every end of line into a newline.
-        reader = vars(sys.modules[type(builder).__module__])
-        reader["open"] = partial(_open_text, reader.get("open", open))
-    names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", name) for name in files[origin.split]]
+    urls = files[origin.split]
+    names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", url) for url in urls]
     if path.exists():
         names = [os.path.relpath(name, path) for name in names]
-    fingerprint = fingerprint_of([names, files[origin.split].origin_metadata])
-    return builder, Found(builder.name, tuple(names), fingerprint, revision, licence)
-
-
-def _open_text(opener: Callable[..., Any], path: str, **how: Any) -> io.TextIOWrapper:
-    return io.TextIOWrapper(opener(path, "rb"), newline="", **how)
+    fingerprint = fingerprint_of([names, urls.origin_metadata])
+    return Found(builder.name, tuple(names), fingerprint, revision, licence), urls
 
 
 def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:
