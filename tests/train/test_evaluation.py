@@ -76,12 +76,6 @@ def test_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_nothing_to_evaluate() -> None:
-    rule = "batches must contain targets that spell at least one byte of text, got 0 targets"
-    with pytest.raises(ValueError, match=f"{rule} of 0 bytes"):
-        evaluate(NextTokenLoss(make_model()), [])
-
-
 # --- by document and by position ------------------------------------------------------------------
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -195,7 +189,7 @@ def test_equal_seeds_leave_the_documents() -> None:
     assert 1 < widths[0] / widths[1] < 1.1
 
 
-@pytest.mark.parametrize("freedom", [1, 1.5, 2, 4.5, 9, 9.5, 40])
+@pytest.mark.parametrize("freedom", [1, 1.5, 9, 9.5, 40])
 def test_student_t(freedom: float) -> None:
     """The distribution beyond the quantile, integrated over reciprocals."""
     factor = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
@@ -204,20 +198,20 @@ def test_student_t(freedom: float) -> None:
     assert 0.0235 < np.trapezoid(density, u) < 0.0255
 
 
-def test_one_document_has_no_interval() -> None:
-    one, other = (of_documents(np.array([x, 0.0]), np.array([10.0, 0])) for x in (12.0, 10.0))
-    found = paired_difference([one], [other])
-    assert (found["difference_low"], found["difference_high"]) == (None, None)
-    assert in_words(found) == "difference: +0.2000 bits per byte, no interval: one document"
-
-
 def test_what_cannot_be_compared() -> None:
     two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
         paired_difference([two], [other])
+    loss, rule = NextTokenLoss(make_model()), "must contain targets that spell at least one byte of"
     empty = SplitSequences(source(), 10**6, document_mask=True)
-    with pytest.raises(ValueError, match="text must contain targets that spell at least one byte"):
-        measure(NextTokenLoss(make_model()), empty, 1, 1)
+    with pytest.raises(ValueError, match=f"text {rule}"):
+        measure(loss, empty, 1, 1)
+    with pytest.raises(ValueError, match=f"batches {rule} text, got 0 targets of 0 bytes"):
+        evaluate(loss, [])
+    one, other = (of_documents(np.array([x, 0.0]), np.array([10.0, 0])) for x in (12.0, 10.0))
+    found = paired_difference([one], [other])
+    assert (found["difference_low"], found["difference_high"]) == (None, None)
+    assert in_words(found) == "difference: +0.2000 bits per byte, no interval: one document"
 
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max_size=4)

@@ -110,7 +110,7 @@ def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
 
 
 def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch):
-    """Runs that differ in the mask are comparable on other text, whose sequences it does not change."""
+    """Runs that differ in the mask are comparable on other text: its sequences do not change."""
     monkeypatch.chdir(tmp_path)
     config = tiny_config(tmp_path, steps=1)
     for name, seed, document_mask in (("a", 1, True), ("b", 2, True), ("c", 1, False)):

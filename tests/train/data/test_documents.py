@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nsa.train.config import DataConfig
-from nsa.train.data import Document, fault_of_text, folder_files, open_data
-from nsa.train.data.documents import corpus_files, stdlib_files
+from nsa.train.data import Document, folder_files, open_data
+from nsa.train.data.documents import corpus_files
 
 CORPUS = Path(__file__).parents[3] / "nsa" / "train" / "data" / "corpus"
 
@@ -20,16 +20,6 @@ def test_corpus_is_whole_plays_as_they_came():
         assert f"`{name}`" in note
     assert sum(len(play.text) for play in plays.values()) == 1_040_696
     assert plays["hamlet.txt"].sha256.startswith("bbe5635616c6e0e0")
-
-
-def test_stdlib_is_sorted_and_skips_what_is_not_text():
-    files = stdlib_files()
-    names = [document.name for document in files.documents]
-    assert names == sorted(names)
-    assert {"json/decoder.py", "argparse.py"} <= set(names)
-    assert not [name for name in names if "site-packages" in name or "dist-packages" in name]
-    assert not [document.name for document in files.documents if fault_of_text(document.text)]
-    assert not {*files.skipped} & {*names}
 
 
 def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):

@@ -19,9 +19,6 @@ from nsa.train.data import (
     DataUnavailableError,
     Origin,
     PrepareConfig,
-    ShardSource,
-    StreamSource,
-    TextSource,
     open_data,
     prepare,
 )
@@ -73,23 +70,6 @@ def evaluation(folder: Path) -> list[str]:
 
 
 # --- opening the data -----------------------------------------------------------------------------
-def test_shards_and_stream_have_the_same_text(shards, source):
-    prepared, streamed = opened(shards), opened(stream_of(source))
-    train, validation = prepared.train, prepared.validation
-    assert isinstance(train, ShardSource)
-    assert isinstance(validation, ShardSource)
-    assert isinstance(streamed.train, StreamSource)
-    assert isinstance(streamed.validation, TextSource)
-    for index in range(train.num_sequences(64)):
-        assert (train.sequence(64, index) == streamed.train.sequence(64, index)).all()
-    tokens = streamed.validation.tokens
-    assert 2000 <= len(tokens) < 3000
-    assert (validation.read(0, len(tokens)) == tokens).all()
-    streamed.train.close()
-    assert prepared.description["train_tokens"] == train.num_tokens
-    assert prepared.description["train_bytes"] == int(train.token_bytes[train.read(0, 10**9)].sum())
-    assert prepared.description["provenance"].endswith("split train. Licence: CC0.")
-    assert "train_windows" not in streamed.description
 
 
 def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
@@ -125,6 +105,12 @@ def test_synthetic_data_only_if_asked_for(shards, tmp_path, caplog):
         said = caplog.messages[-1]
         assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in said
         assert path in said
+    data = DataConfig("shards", path, synthetic_fallback="uniform")
+    folder = run(tmp_path / "run", data, steps=3, log_every=1)
+    assert [row["data_synthetic"] for row in read_metrics(folder / "metrics.jsonl")] == [True] * 3
+    header, *_, last = (folder / "metrics.csv").read_text().splitlines()
+    assert last.split(",")[header.split(",").index("data_synthetic")] == "true"
+    assert any("synthetic task, no text" in line for line in evaluation(folder))
     broken = shutil.copytree(str(shards.path), tmp_path / "broken")
     (broken / "train-00001.tokens").unlink()
     with pytest.raises(ValueError, match=r"train-00001\.tokens must have \d+ bytes"):
@@ -160,16 +146,6 @@ def test_a_resumed_run_is_the_uninterrupted_run(kind, tmp_path):
     resumed.run()
     assert reproducible_rows(cut) == reproducible_rows(whole)
     assert all("data_synthetic" not in row for row in read_metrics(cut / "metrics.jsonl"))
-
-
-def test_every_row_says_that_the_data_are_synthetic(tmp_path):
-    data = DataConfig("shards", str(tmp_path / "gone"), synthetic_fallback="uniform")
-    folder = run(tmp_path / "run", data, steps=3, log_every=1)
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["data_synthetic"] for row in rows] == [True] * 3
-    header, *cells = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
-    assert any("synthetic task, no text" in line for line in evaluation(folder))
 
 
 WITHOUT = """

@@ -276,33 +276,26 @@ def test_a_text_is_the_same_bytes_on_each_way_in(tmp_path, monkeypatch):
     run: Any = SimpleNamespace(tokenizer=tmp_path / "tokenizer.json")
     given = SimpleNamespace(buffer=io.BytesIO(raw))
     monkeypatch.setattr("sys.stdin", given)
-    assert read_text("eval", run, str(path)).tokens.tobytes() == raw + b"\0"
-    assert read_text("eval", run, "-").tokens.tobytes() == raw + b"\0"
+    for name in (str(path), "-"):
+        assert read_text("eval", run, name).tokens.tobytes() == raw + b"\0"
     given.buffer.seek(0)
     assert [prompt.encode() for prompt in _given(["-"])] == [raw]
     path.write_text("\ufeffone\r\ntwo\n", encoding="utf-8", newline="")
     assert _from_file(path) == ["\ufeffone", "two"]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "fractions"),
-    [("byte", {}), ("bpe", {"test_fraction": 0.1})],
-)
-def test_one_text_sets_its_tail_aside_as_a_folder_does(tokenizer, fractions, tmp_path):
+def test_one_text_sets_its_tail_aside_as_a_folder_does(tmp_path):
     """The vocabulary of bpe comes from its training part alone."""
-    (tmp_path / "set").mkdir()
-    text = "\n".join(TEXTS[:40])
-    (tmp_path / "set" / "a.md").write_text(text)
-    given = {"tokenizer": tokenizer, "bpe_vocab_size": 300, **fractions}
-    prepared = shards_of(tmp_path / "set", tmp_path / "out", max_tokens=10**9, **given)
-    opened = folder_of(tmp_path / "set", **given)
+    (tmp_path / "a.md").write_text("\n".join(TEXTS[:40]))
+    given = {"tokenizer": "bpe", "bpe_vocab_size": 300, "test_fraction": 0.1}
+    prepared = shards_of(tmp_path / "a.md", tmp_path / "out", max_tokens=10**9, **given)
+    opened = folder_of(tmp_path / "a.md", **given)
     assert prepared.description["split_rule"] == opened.description["split_rule"] == "tail"
-    assert prepared.tokenizer.fingerprint == opened.tokenizer.fingerprint
-    for side in ("train", "validation", "test")[: 2 + len(fractions)]:
+    for side in ("train", "validation", "test"):
         first, second = (getattr(data, side).read(0, 10**9) for data in (prepared, opened))
         assert np.array_equal(first, second)
-    sides = open_shards(tmp_path / "out").index["sides"].values()
-    assert sum(side["text_bytes"] for side in sides) == len(text.encode())
+        size = f"{side}_bytes"
+        assert prepared.description[size] == opened.description[size]
 
 
 # --- source folder, and commands ------------------------------------------------------------------
