@@ -268,20 +268,18 @@ def _set_aside(
 
 
 def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document], list[Document]]:
-    train: list[Document] = []
-    validation: list[Document] = []
-    missing = target
-    for document in reversed(documents):
-        name, text, size = document.name, document.text, len(document.text)
-        cut = 0 if missing > 0 else size
-        if 0 < missing < size:
-            cut = _line_start(text, size - round(missing))
+    train, validation = [*documents], list[Document]()
+    while train and target > 0:
+        name, text = train[-1].name, train.pop().text
+        size = len(text)
+        cut = _line_start(text, size - round(target)) if target < size else 0
         if cut < size:
             validation.append(Document(name, text[cut:]))
         if cut > 0:
             train.append(Document(name, text[:cut]))
-        missing = 0 if cut > 0 else missing - size
-    return train[::-1], validation[::-1]
+            break
+        target -= size
+    return train, validation[::-1]
 
 
 def _line_start(text: bytes, position: int) -> int:
@@ -348,11 +346,10 @@ def rows_of(texts: Sequence[bytes], fractions: Fractions, is_one: bool) -> list[
         sides: dict[Kind, Sequence[Document]] = {"validation": split.validation}
         sides |= {"test": split.test, "train": split.train}
         return [(side, document.text) for side, found in sides.items() for document in found]
-    return [(kind_of(text, fractions), text) for text in texts]
+    return [(_kind_of(text, fractions), text) for text in texts]
 
 
-def kind_of(text: bytes, fractions: Fractions) -> Kind:
-    """Kind of a row, see :class:`Row`."""
+def _kind_of(text: bytes, fractions: Fractions) -> Kind:
     if not text:
         return "empty"
     return "unreadable" if fault_of_text(text) else side_of(text, *fractions)

@@ -126,8 +126,7 @@ def prepare(
         UserError: it cannot be read, ``out`` belongs to something else, or the disk is full.
     """
     check_platform("prepare")
-    fits, rule = workers is None or 0 < workers <= 1024, "be from 1 to 1024"
-    check(fits, "prepare", "--workers", rule, workers)
+    check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
     threads = 1 if config.tokenizer == "byte" else workers or os.cpu_count() or 1
     folder = Path(out)
     with _in_use(folder):

@@ -151,6 +151,6 @@ def test_damaged_files_are_refused(name, content, message, folder):
         write_index(folder, json.loads(path.read_text()) | content)
     else:
         path.write_text(content)
-    where = TOKENIZER if "fingerprint" in message else name
-    with pytest.raises(UserError, match=f"{where} must {message}"):
+    with pytest.raises(UserError, match=f"must {message}") as caught:
         open_shards(folder)
+    assert (TOKENIZER if "fingerprint" in message else name) in str(caught.value)
