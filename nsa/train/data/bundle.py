@@ -143,17 +143,17 @@ def _text_description(
 
 
 def _open_task(task: str, tokenizer: Tokenizer, seed: int) -> DataBundle:
-    sources = {
-        split: SyntheticSource(task, split, seed, tokenizer.vocab_size) for split in SIDES[:2]
-    }
+    train, validation = (
+        SyntheticSource(task, split, seed, tokenizer.vocab_size) for split in SIDES[:2]
+    )
     description = {
         "source": task,
         "synthetic": True,
         "provenance": "Synthetic task, made from random numbers; no text.",
         "seed": seed,
-        "ideal_loss_nats": sources["train"].ideal_loss,
+        "ideal_loss_nats": train.ideal_loss,
     }
-    return _bundle(tokenizer, description, sources)
+    return _bundle(tokenizer, description, {"train": train, "validation": validation})
 
 
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:

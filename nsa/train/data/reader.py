@@ -231,7 +231,7 @@ def _failure(error: BaseException, source: str) -> Exception:
 def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     """Files of a data set of the hub, or of a local copy, and then their texts."""
     import datasets
-    import fsspec
+    import huggingface_hub
 
     datasets.disable_progress_bars()
     # Its lock between processes would outlive a process that is killed.
@@ -239,7 +239,8 @@ def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception reports the same
     found, urls = _find_hub(origin)
     yield found
-    yield from texts_of_files(origin, found, start, lambda number: fsspec.open(urls[number], "rb"))
+    opener = open if Path(origin.source).exists() else huggingface_hub.HfFileSystem().open
+    yield from texts_of_files(origin, found, start, lambda number: opener(urls[number], "rb"))
 
 
 def _find_hub(origin: Origin) -> tuple[Found, list[str]]:

@@ -329,7 +329,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ValueError: the file is missing, of another form, or changed since it was written.
     """
     saved = _read_json(path, "path")
-    definition = {name: saved.get(name) for name in ("separator", "tokenizer")}
+    definition: dict[str, Any] = {name: saved.get(name) for name in ("separator", "tokenizer")}
     fits = saved.get("fingerprint") == fingerprint_of(definition)
     check(fits, "load_tokenizer", "path", "be an undamaged tokenizer file of a run folder", path)
     if definition["tokenizer"] is None:

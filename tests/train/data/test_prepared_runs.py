@@ -94,19 +94,18 @@ def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
 
 def test_synthetic_data_only_if_asked_for(shards, tmp_path, caplog):
     path = str(tmp_path / "not" / "there")
-    for kind, tokenizer in (("shards", "gpt2"), ("stream", "byte")):
-        config = DataConfig(kind, path, tokenizer=tokenizer)
+    for config in (DataConfig("shards", path, tokenizer="gpt2"), DataConfig("stream", path)):
         with pytest.raises(DataUnavailableError):
             opened(config)
         data = opened(dataclasses.replace(config, synthetic_fallback="copy"))
         assert (data.description["synthetic"], data.description["source"]) == (True, "copy")
-        assert data.tokenizer.kind == tokenizer
+        assert data.tokenizer.kind == config.tokenizer
         assert data.train.token_bytes.shape == (data.tokenizer.vocab_size,)
         said = caplog.messages[-1]
         assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in said
         assert path in said
-    data = DataConfig("shards", path, synthetic_fallback="uniform")
-    folder = run(tmp_path / "run", data, steps=3, log_every=1)
+    fallback = DataConfig("shards", path, synthetic_fallback="uniform")
+    folder = run(tmp_path / "run", fallback, steps=3, log_every=1)
     assert [row["data_synthetic"] for row in read_metrics(folder / "metrics.jsonl")] == [True] * 3
     header, *_, last = (folder / "metrics.csv").read_text().splitlines()
     assert last.split(",")[header.split(",").index("data_synthetic")] == "true"
