@@ -55,11 +55,11 @@ def test_generate_takes_a_checkpoint_and_reads_standard_input(here, nsa, refusal
     )
     pipe(monkeypatch, b"\xff")
     assert "standard input must be text in UTF-8" in refusal("generate run --prompt -")
-    assert "prompts must hold at least one token" in refusal("generate run --prompt ''")
+    assert "prompts must contain at least one token" in refusal("generate run --prompt ''")
     below = "temperature must be at least 0"
     assert below in refusal("generate run --prompt a --temperature -1")
     assert "stop must be valid UTF-8" in refusal("generate run --prompt a --stop '\udcff'")
-    assert "stop must hold no empty string" in refusal("generate run --prompt a --stop ''")
+    assert "stop must contain no empty string" in refusal("generate run --prompt a --stop ''")
 
 
 def test_prompts_of_files_are_those_of_the_command_line(here: Path, nsa: Command) -> None:
