@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nsa.cli.commands import Command, Group
 from nsa.errors import check, check_output
-
-if TYPE_CHECKING:
-    from nsa.train.data.preparation import Report
-    from nsa.train.data.reader import Pace
 
 
 def prepare(
@@ -65,6 +61,7 @@ def prepare(
         time_limit_s: give up after S seconds without text
     """
     from nsa.train import data
+    from nsa.train.data.reader import Pace
     from nsa.train.data.shards import INDEX
 
     config = data.PrepareConfig(
@@ -78,13 +75,13 @@ def prepare(
         shard_tokens=shard_tokens,
         licence=licence,
     )
-    is_complete = (Path(out) / INDEX).exists()
+    is_complete, pace = (Path(out) / INDEX).exists(), Pace()
     index = data.prepare(
         config,
         out,
         workers=workers,
         time_limit_s=time_limit_s,
-        on_progress=_Progress().report,
+        on_progress=lambda line: pace.is_due() and print(line, flush=True),
     )
     if is_complete:
         print(f"{out} was complete; SOURCE was not read again")
@@ -99,38 +96,6 @@ def prepare(
     words = f"--data.source shards --data.path {out} --data.tokenizer {kind}"
     print(f"train on it with: {words} --model.vocab-size {size}")
     return 0
-
-
-class _Progress:
-    """Progress of a preparation, printed every ten seconds."""
-
-    _begin: tuple[float, int, Pace] | None = None
-
-    def report(self, report: Report) -> None:
-        """Print the skipped files at first, and then a line if the last one is old enough."""
-        from nsa.train.data.local import skipped_files
-        from nsa.train.data.reader import Pace
-
-        progress, found, now = report.progress, report.found, time.monotonic()
-        size = sum(progress["text_bytes"].values())
-        if self._begin is None:  # earlier work is no measure of the current speed
-            self._begin = now, size, Pace()
-            if found.skipped:
-                print(skipped_files(found.skipped), flush=True)
-            return
-        begin_s, before, pace = self._begin
-        if pace.is_due():
-            tokens, documents = (
-                sum(writer.total(what) for writer in report.writers.values())
-                for what in ("tokens", "documents")
-            )
-            number = min(progress["place"][0] + 1, len(found.files))
-            speed = (size - before) / 1e6 / (now - begin_s)
-            print(
-                f"{speed:.1f} MB/s | {size / 1e9:.2f} GB of text | {tokens:,} tokens | "
-                f"{documents:,} documents | file {number} of {len(found.files)}",
-                flush=True,
-            )
 
 
 def verify(folder: str) -> int:
@@ -167,10 +132,10 @@ def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: fl
     for name, value in given.items():
         check(value > 0, "nsa data bench", name, "be positive", value)
     source = ShardSource(open_shards(folder), "train")
-    sampler = Sampler(source.num_windows(seq_len), seed=0)
+    sampler = Sampler(source.num_sequences(seq_len), seed=0)
     begin, batches = time.perf_counter(), 0  # the start of an epoch is included
     while (elapsed := time.perf_counter() - begin) < seconds:
-        indices = sampler.next_windows(micro_batch)
+        indices = sampler.next_indices(micro_batch)
         collate(source, indices, seq_len, document_mask=True)
         batches += 1
     speed = batches * micro_batch * seq_len / elapsed

@@ -86,7 +86,7 @@ def generate(
     check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
-    from nsa.train.sampling import Sampling
+    from nsa.train.generation import Sampling
     from nsa.train.watch.out_of_memory import explained
 
     options = {
@@ -130,7 +130,7 @@ def _starter(
         check_selects("generate", "--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
-    return lambda texts, number: generation.generate(
+    return lambda texts, number: generation.Generation(
         model, tokenizer, texts, seed=seed + number, **options
     )
 

@@ -81,7 +81,7 @@ def evaluate(
             text=text,
             seq_len=seq_len,
             device=device,
-            num_windows=windows,
+            num_sequences=windows,
             micro_batch=micro_batch,
             save=save,
             repeat=repeat,

@@ -1,7 +1,7 @@
 """Loss in bits per byte: of a split, by document, by position, and of two models compared.
 
 :func:`evaluate` sums on the device, for training. :func:`measure` returns sums for every document
-and position, for ``nsa eval``.
+and position, for ``nsa eval``. :func:`repeated_passages` makes text that a model has to repeat.
 """
 
 from __future__ import annotations
@@ -20,14 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nsa.errors import check
-from nsa.train.data import (
-    IGNORED_TARGET,
-    Batch,
-    TextSource,
-    TokenSource,
-    spread,
-    validation_batches,
-)
+from nsa.train.data import IGNORED_TARGET, Batch, TextSource, TokenSource, collate, spread
+from nsa.train.data.batch import pack
 from nsa.train.data.tokenizer import Ids
 from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
@@ -76,7 +70,7 @@ def evaluate(
 
 
 def _check_bytes(function: str, argument: str, num_targets: float, num_bytes: float) -> None:
-    rule = "hold targets that spell at least one byte of text"
+    rule = "contain targets that spell at least one byte of text"
     found = f"{num_targets:,.0f} targets of {num_bytes:,.0f} bytes"
     check(num_bytes > 0, function, argument, rule, found)
 
@@ -131,11 +125,11 @@ class Measurement:
         return [{"first": f, "last": to, **figures_of(*bin)} for f, to, bin in bins if bin[1]]
 
 
-class Windows(Protocol):
+class EvaluationText(Protocol):
     """Sequences of a text to measure a model on.
 
     Attributes:
-        seq_len: tokens of a window, at most.
+        seq_len: tokens of a sequence, at most.
         num_documents: documents of the text.
         token_bytes: int64 ``[vocab_size]``, bytes of text that each token spells.
     """
@@ -145,14 +139,14 @@ class Windows(Protocol):
     token_bytes: Ids
 
     def __len__(self) -> int:
-        """The number of windows."""
+        """Number of sequences."""
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """Yield evenly spaced windows, see :func:`nsa.train.data.spread`.
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
+        """Yield evenly spaced sequences, see :func:`nsa.train.data.spread`.
 
         Args:
-            micro_batch: windows of a batch.
-            num_windows: at most what there is.
+            micro_batch: sequences of a batch.
+            num_sequences: at most as many as there are.
 
         Yields:
             A batch, and the number of the document of each of its targets: int64 ``[T]``.
@@ -161,9 +155,9 @@ class Windows(Protocol):
 
 def measure(
     loss: NextTokenLoss,
-    windows: Windows,
+    text: EvaluationText,
     micro_batch: int,
-    num_windows: int,
+    num_sequences: int,
     *,
     compute_dtype: str = "fp32",
 ) -> Measurement:
@@ -171,18 +165,18 @@ def measure(
 
     Args:
         loss: the language model with its loss, on any device.
-        windows: the text.
-        micro_batch: windows computed at a time.
-        num_windows: windows to measure, at most what there is.
+        text: the sequences.
+        micro_batch: sequences computed at a time.
+        num_sequences: sequences to measure, at most as many as there are.
         compute_dtype: ``bf16`` or ``fp32``, as in training.
 
     Raises:
         ValueError: the sequences contain no target.
     """
     model, device = loss.model, loss.model.embedding.weight.device
-    documents, positions = (np.zeros((n, 3)) for n in (windows.num_documents, windows.seq_len))
+    documents, positions = (np.zeros((n, 3)) for n in (text.num_documents, text.seq_len))
     with torch.no_grad(), _evaluating(model):
-        for batch, document in windows.batches(micro_batch, num_windows):
+        for batch, document in text.batches(micro_batch, num_sequences):
             local = batch.to(device)
             with autocast(device, compute_dtype):
                 hidden = model.hidden_states(local.tokens, local.cu_seqlens, local.max_seqlen)
@@ -190,12 +184,12 @@ def measure(
             targets, starts = batch.targets.numpy(), batch.cu_seqlens.numpy()
             counted = targets != IGNORED_TARGET
             position = np.arange(len(targets)) - np.repeat(starts[:-1], np.diff(starts))
-            sizes = windows.token_bytes[targets[counted]]
+            sizes = text.token_bytes[targets[counted]]
             losses = nats.double().cpu().numpy()[counted]
             values = np.column_stack((losses, np.ones(len(losses)), sizes))
             np.add.at(documents, document[counted], values)
             np.add.at(positions, position[counted], values)
-    _check_bytes("measure", "windows", *documents[:, 1:].sum(axis=0).tolist())
+    _check_bytes("measure", "text", *documents[:, 1:].sum(axis=0).tolist())
     return Measurement(documents, positions)
 
 
@@ -217,8 +211,8 @@ def paired_difference(
     seeds and other documents.
 
     Args:
-        first: a model on some windows, or several.
-        second: the same number of other models on the same windows.
+        first: a model on some sequences, or several.
+        second: the same number of other models on the same sequences.
         resamples: draws of documents.
         seed: of the draws.
 
@@ -319,14 +313,14 @@ def student_t(freedom: float) -> float:
     return z + terms[0] / freedom + terms[1] / freedom**2
 
 
-class SplitWindows:
-    """Windows of a split as in training, across documents; see :class:`Windows`.
+class SplitSequences:
+    """Sequences of a split as in training, across documents; see :class:`EvaluationText`.
 
-    A synthetic task has no documents: each window counts as one.
+    A synthetic task has no documents: each sequence counts as one.
 
     Args:
         source: the split.
-        seq_len: tokens of a window.
+        seq_len: tokens of a sequence.
         document_mask: see :func:`nsa.train.data.collate`.
     """
 
@@ -335,43 +329,40 @@ class SplitWindows:
         self._source, self._document_mask = source, document_mask
         if isinstance(source, TextSource):
             self._starts = source.document_starts()
-        else:  # at the first target of each window
+        else:  # at the first target of each sequence
             self._starts = np.arange(len(self)) * seq_len + 1
         self.num_documents = len(self._starts)
 
     def __len__(self) -> int:
-        """The number of windows."""
-        return self._source.num_windows(self.seq_len)
+        """Number of sequences."""
+        return self._source.num_sequences(self.seq_len)
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`Windows`."""
-        chosen, size = spread(num_windows, len(self)), self.seq_len
-        windows = (self._source, size, micro_batch, num_windows)
-        batches = validation_batches(*windows, document_mask=self._document_mask)
-        for number, batch in enumerate(batches):
-            indices = chosen[number * micro_batch :][:micro_batch]
-            first = np.array(indices)[:, None] * size + 1
-            places = (first + np.arange(size)).reshape(-1)  # of the targets, in the text
-            yield batch, np.searchsorted(self._starts, places, side="right") - 1
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`EvaluationText`."""
+        for indices in _chunks(spread(num_sequences, len(self)), micro_batch):
+            batch = collate(self._source, indices, self.seq_len, document_mask=self._document_mask)
+            first = np.array(indices)[:, None] * self.seq_len + 1
+            positions = (first + np.arange(self.seq_len)).reshape(-1)  # of the targets in the text
+            yield batch, np.searchsorted(self._starts, positions, side="right") - 1
 
 
-class RollingWindows:
-    """Windows of whole documents in which each token is a target once; see :class:`Windows`.
+class RollingSequences:
+    """Sequences of whole documents in which each token is a target once.
 
     They are the windows of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a
-    document's first token is predicted from a separator, and each later window begins with the last
-    target of the window before. The last window reaches back to be as long as the others.
+    document's first token is predicted from a separator, and each later sequence begins with the
+    last target of the one before. The last one reaches back to be as long as the others. See
+    :class:`EvaluationText`.
 
     Args:
         source: the documents.
-        seq_len: tokens of a window, at most.
+        seq_len: tokens of a sequence, at most.
     """
 
     def __init__(self, source: TextSource, seq_len: int) -> None:
         assert source.separator_id is not None, "documents without a separator"
         # The separator before a document is the one that ends the document before.
-        before = np.array([source.separator_id], dtype=source.tokens.dtype)
-        self._tokens = np.concatenate((before, source.tokens))
+        self._tokens = np.append(source.separator_id, source.tokens.astype(np.int64))
         self.token_bytes, self.seq_len = source.token_bytes, seq_len
         separators = np.flatnonzero(self._tokens == source.separator_id).tolist()
         self.num_documents = len(separators) - 1
@@ -382,34 +373,113 @@ class RollingWindows:
         ]
 
     def __len__(self) -> int:
-        """The number of windows."""
+        """Number of sequences."""
         return len(self._parts)
 
-    def batches(self, micro_batch: int, num_windows: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`Windows`; each window is a sequence."""
-        chosen = spread(num_windows, len(self))
-        for begin in range(0, len(chosen), micro_batch):
-            indices = chosen[begin : begin + micro_batch]
-            tokens, targets = zip(*map(self._window, indices), strict=True)
-            lengths = [0, *map(len, tokens)]
-            counted = np.concatenate(targets)
-            counted = counted[counted != IGNORED_TARGET]
-            batch = Batch(
-                tokens=torch.from_numpy(np.concatenate(tokens)),
-                targets=torch.from_numpy(np.concatenate(targets)),
-                cu_seqlens=torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-                max_seqlen=self.seq_len,
-                num_bytes=int(self.token_bytes[counted].sum()),
-                num_targets=len(counted),
-            )
+    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
+        """See :class:`EvaluationText`."""
+        for indices in _chunks(spread(num_sequences, len(self)), micro_batch):
+            tokens, targets = zip(*map(self._sequence, indices), strict=True)
+            lengths = [*map(len, tokens)]
+            borders = np.cumsum([0, *lengths])
+            arrays = np.concatenate(tokens), np.concatenate(targets), borders
             documents = np.array([self._parts[index][0] for index in indices])
-            yield batch, documents.repeat(lengths[1:])
+            yield pack(*arrays, self.seq_len, self.token_bytes), documents.repeat(lengths)
 
-    def _window(self, index: int) -> tuple[Ids, Ids]:
-        """Tokens and targets; -100 for targets of an earlier window."""
+    def _sequence(self, index: int) -> tuple[Ids, Ids]:
+        """Tokens and targets; -100 for targets of an earlier sequence."""
         _, separator, start, end = self._parts[index]
         first = max(separator, end - 1 - self.seq_len)
-        tokens = self._tokens[first:end].astype(np.int64)
+        tokens = self._tokens[first:end]
         targets = tokens[1:].copy()
         targets[: start - 1 - first] = IGNORED_TARGET
         return tokens[:-1], targets
+
+
+def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:
+    return (indices[begin : begin + size] for begin in range(0, len(indices), size))
+
+
+class RepeatedPassages(TokenSource):
+    """Sequences of one document whose last tokens repeat those ``distance`` tokens before.
+
+    A model that finds the earlier passage predicts them with nearly no loss; otherwise the loss is
+    that of new text. Heads that do this are the induction heads of Olsson et al., arXiv:2209.11895.
+    Targets are the second half of the passage, where the model can know that the text repeats, and
+    the same tokens where they first occur.
+
+    Args:
+        source: the text.
+        seq_len: tokens of a sequence; it has sequences of no other length.
+        length: tokens of the passage.
+        distance: tokens from the passage to its repetition.
+    """
+
+    def __init__(self, source: TextSource, seq_len: int, length: int, distance: int) -> None:
+        self.separator_id, self.token_bytes = None, source.token_bytes
+        self._source, self._length, self._distance = source, length, distance
+        ends = np.append(source.document_starts()[1:], source.num_tokens) - 1  # separators
+        first = np.arange(source.num_sequences(seq_len)) * seq_len
+        before, upto = np.searchsorted(ends, first), np.searchsorted(ends, first + seq_len, "right")
+        self._indices = np.flatnonzero(before == upto)
+        half = length // 2
+        self.again = slice(seq_len - half, seq_len)  # rows of targets
+        self.at_first = slice(seq_len - half - distance, seq_len - distance)
+
+    def sequences(self, seq_len: int) -> SplitSequences:
+        """Sequences to measure; each counts as a document."""
+        return SplitSequences(self, seq_len, document_mask=False)
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Number of sequences that are inside one document."""
+        return len(self._indices)
+
+    def sequence(self, seq_len: int, index: int) -> Ids:
+        """See :class:`TokenSource`."""
+        tokens = self._source.sequence(seq_len, self._indices[index])
+        begin = len(tokens) - self._length
+        tokens[begin:] = tokens[begin - self._distance :][: self._length].copy()
+        return tokens
+
+    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_]:
+        """See :class:`TokenSource`."""
+        mask = np.zeros(seq_len, dtype=bool)
+        mask[self.again] = mask[self.at_first] = True
+        return mask
+
+    def figures(self, measured: Measurement) -> dict[str, Any]:
+        """Figures of the repetition, and of the first occurrence as ``first_*``."""
+
+        def of(rows: slice) -> dict[str, float]:
+            sums: Sums = measured.positions[rows]
+            return figures_of(*sums.sum(axis=0).tolist())
+
+        first = {f"first_{name}": value for name, value in of(self.at_first).items()}
+        del first["first_num_targets"], first["first_num_bytes"]
+        return {"distance": self._distance, **of(self.again), **first}
+
+
+def repeated_passages(source: TokenSource, seq_len: int, length: int) -> list[RepeatedPassages]:
+    """Make repetitions at distances ``length``, twice as far and so on, up to the whole sequence.
+
+    Args:
+        source: the text.
+        seq_len: tokens of a sequence.
+        length: tokens of the passage.
+
+    Raises:
+        ValueError: a sequence has no room for the passage twice, no document fills a sequence, or
+            there are no documents.
+    """
+    rule = f"be from 2 to {seq_len // 2}, half of a sequence"
+    check(2 <= length <= seq_len // 2, "eval", "--repeat", rule, length)
+    is_text = isinstance(source, TextSource)
+    check(is_text, "eval", "--repeat", "be left out for a synthetic task", length)
+    assert isinstance(source, TextSource)
+    furthest = seq_len - length
+    doubled = [length << k for k in range(seq_len.bit_length())]
+    distances = [*(distance for distance in doubled if distance < furthest), furthest]
+    found = [RepeatedPassages(source, seq_len, length, distance) for distance in distances]
+    rule = f"be left out, as no document of the text has a whole sequence of {seq_len} tokens"
+    check(found[0].num_sequences(seq_len) > 0, "eval", "--repeat", rule, length)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from nsa.errors import check, fail
+from nsa.errors import check
 from nsa.files import new_file
 from nsa.train.evaluation import Measurement, paired_difference
 
@@ -21,16 +22,7 @@ _SAME = ("tokenizer", "text", "split", "seq_len", "windows")
 # Fields that must be equal if both files have them; files of earlier versions do not.
 _SAME_IF_KNOWN = ("text_sha256", "data_seed", "document_mask")
 # Errors of a file that is not a complete .npz of this module.
-_DAMAGED = (
-    BadZipFile,
-    EOFError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    zlib.error,
-)
+_DAMAGED = (BadZipFile, EOFError, KeyError, ValueError, zlib.error)
 
 
 class _File(NamedTuple):
@@ -72,19 +64,14 @@ def load_measurement(
     Raises:
         ValueError: there is no such file, or it has other content.
     """
-    rule = "be a file of nsa eval --save"
-    check(path.is_file(), function, argument, rule, path)
-    with path.open("rb") as file:
-        try:
-            with np.load(file) as arrays:
-                names = ("documents", "positions")
-                found = [np.asarray(arrays[name], np.float64) for name in names]
-                about: dict[str, Any] = json.loads(str(arrays["about"]))
-            is_whole = [x.shape[1:] for x in found] == [(3,), (3,)]
-            is_whole &= {*_SAME, "run", "step"} <= {*about}
-        except _DAMAGED:
-            fail(function, argument, rule, path)  # NumPy would advise to unpickle the file
-    check(is_whole, function, argument, rule, path)
+    found, about = list[Any](), dict[str, Any]()
+    if path.is_file():
+        # NumPy would leave a damaged file open, and advise to unpickle it.
+        with suppress(*_DAMAGED), path.open("rb") as file, np.load(file) as arrays:
+            found = [np.asarray(arrays[name], np.float64) for name in ("documents", "positions")]
+            about = json.loads(str(arrays["about"]))
+    is_whole = [x.shape[1:] for x in found] == [(3,), (3,)] and {*_SAME, "run", "step"} <= {*about}
+    check(is_whole, function, argument, "be a file of nsa eval --save", path)
     return Measurement(*found), about
 
 
@@ -109,17 +96,15 @@ def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
         [_File(path, *load_measurement("compare", argument, path)) for path in paths]
         for argument, paths in (("FILES", first), ("--against", second))
     )
-    files = [*ours, *theirs]
-    _check_same_targets(files)
-    for one, other in combinations(files, 2):
+    _check_same_targets([*ours, *theirs])
+    for one, other in combinations([*ours, *theirs], 2):
         _check_distinct(one, other)
     if len(first) > 1:
-        hint = "Give both sides in the same order, so that each pair has equal seeds."
         for one, other in zip(ours, theirs, strict=True):
-            _check_seeds(one, other, True, hint)
+            _check_seeds(one, other, True)
         for one, other in (*combinations(ours, 2), *combinations(theirs, 2)):
             _check_seeds(one, other, False)
-    found = paired_difference(*([file.measurement for file in side] for side in (ours, theirs)))
+    found = paired_difference([x.measurement for x in ours], [x.measurement for x in theirs])
     found["runs"] = [file.described() for file in ours]
     found["against"] = [file.described() for file in theirs]
     return found
@@ -154,9 +139,10 @@ def _check_distinct(one: _File, other: _File) -> None:
     check(not same, "compare", str(other.path), rule, model)
 
 
-def _check_seeds(one: _File, other: _File, equal: bool, hint: str = "") -> None:
+def _check_seeds(one: _File, other: _File, equal: bool) -> None:
     """Compare the seeds of two runs, if both are known."""
     ours, theirs = one.about.get("seed"), other.about.get("seed")
-    rule = f"have {'the' if equal else 'another'} seed {'of' if equal else 'than'} {one.path}"
+    rule = f"have {'the seed of' if equal else 'another seed than'} {one.path} ({ours})"
+    hint = "Give all files in the same order, so that each pair has equal seeds." if equal else ""
     fits = None in (ours, theirs) or (ours == theirs) is equal
-    check(fits, "compare", str(other.path), f"{rule} ({ours})", theirs, hint)
+    check(fits, "compare", str(other.path), rule, theirs, hint)

@@ -25,9 +25,8 @@ from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
 from nsa.train.execution.compilation import Compiled, compilations
 from nsa.train.execution.startup import Startup
-from nsa.train.generation import generate
+from nsa.train.generation import Generation, Sampling
 from nsa.train.run_folder import RunFolder
-from nsa.train.sampling import Sampling
 from nsa.train.state import TrainState, Window
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import RANK_METRICS, MetricsWriter, Row
@@ -340,7 +339,7 @@ class Reports:
         if model is None or not self._run.processes.is_main:
             return
         size = min(SAMPLE_PROMPT_TOKENS, config.seq_len)
-        prompt = self._data.validation.window(config.seq_len, 0)[:size].tolist()
+        prompt = self._data.validation.sequence(config.seq_len, 0)[:size].tolist()
         self._stops_in_sample()
         with optional_output(path.name):
             replace_text(path, self._sample(model, prompt))
@@ -348,7 +347,7 @@ class Reports:
     def _sample(self, model: LanguageModel, prompt: list[int]) -> str:
         config, tokenizer = self._config, self._data.tokenizer
         begin, limit_s, text = time.monotonic(), config.sample_limit_s, b""
-        pieces = generate(
+        pieces = Generation(
             model,
             tokenizer,
             [prompt],

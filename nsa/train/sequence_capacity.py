@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch
-from nsa.train.data.source import TokenSource
+from nsa.train.data.batch import TokenSource
 from nsa.train.distributed.processes import Processes
 from nsa.train.state import Progress
 

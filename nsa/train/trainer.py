@@ -247,7 +247,7 @@ class Trainer:
         rank, world_size = self.processes.rank, self.processes.world_size
         masked = config.data.document_mask
         for _ in range(config.accumulation):
-            indices = sampler.next_windows(config.micro_batch, rank=rank, world_size=world_size)
+            indices = sampler.next_indices(config.micro_batch, rank=rank, world_size=world_size)
             batches.append(collate(self.data.train, indices, config.seq_len, document_mask=masked))
         return batches
 

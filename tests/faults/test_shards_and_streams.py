@@ -271,7 +271,7 @@ def test_odd_configurations_of_data(
             config |= change
         try:
             data = open_data(DataConfig(**config), seed=3, seq_len=seq_len)
-            windows = data.sampler(seq_len, 3).next_windows(2)
+            windows = data.sampler(seq_len, 3).next_indices(2)
             batch = collate(data.train, windows, seq_len, document_mask=document_mask)
         except UserError:
             refused += 1

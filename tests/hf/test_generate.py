@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nsa.hf import GenerationCache, NSAForCausalLM
 from nsa.train.data.tokenizer import ByteTokenizer
-from nsa.train.generation import generate
-from nsa.train.sampling import Sampling
+from nsa.train.generation import Generation, Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.lm.test_decoder import TABLES
 
@@ -55,7 +54,7 @@ def test_equals_nsa_generate() -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": greedy}
     texts = [
         b"".join(x)
-        for x in zip(*generate(model.model, ByteTokenizer(), [[*prompt]], **options), strict=True)
+        for x in zip(*Generation(model.model, ByteTokenizer(), [[*prompt]], **options), strict=True)
     ]
     found = model.generate(torch.tensor([[*prompt]]), **GREEDY, eos_token_id=0, pad_token_id=0)
     assert bytes(found[0, len(prompt) :].tolist()).split(b"\0")[0] == texts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -17,12 +17,14 @@ from nsa.train.data import IGNORED_TARGET, Batch, TextSource, validation_batches
 from nsa.train.data.synthetic import SyntheticSource
 from nsa.train.evaluation import (
     Measurement,
-    RollingWindows,
-    SplitWindows,
+    RepeatedPassages,
+    RollingSequences,
+    SplitSequences,
     evaluate,
     in_words,
     measure,
     paired_difference,
+    repeated_passages,
     student_t,
 )
 from nsa.train.loss import NextTokenLoss
@@ -34,9 +36,8 @@ def make_model(attention: str = "nsa") -> LanguageModel:
     return LanguageModel(dataclasses.replace(MODEL, attention=attention))  # type: ignore[arg-type]
 
 
-def source(token_bytes: int = 1) -> TextSource:
+def source(token_bytes: int = 1, sizes: Sequence[int] = (40, 3, 90, 200, 61)) -> TextSource:
     generator = np.random.default_rng(0)
-    sizes = (40, 3, 90, 200, 61)
     documents = [np.append(generator.integers(1, 256, size=size), 0) for size in sizes]
     spelled = np.full(256, token_bytes, dtype=np.int64)
     spelled[0] = 0  # the separator
@@ -75,12 +76,6 @@ def test_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_nothing_to_evaluate() -> None:
-    rule = "batches must hold targets that spell at least one byte of text, got 0 targets"
-    with pytest.raises(ValueError, match=f"{rule} of 0 bytes"):
-        evaluate(NextTokenLoss(make_model()), [])
-
-
 # --- by document and by position ------------------------------------------------------------------
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -91,38 +86,36 @@ def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: 
     document = np.cumsum(np.append(0, tokens[:-1] == 0))  # of each token, with its separator
     documents, positions = np.zeros((5, 3)), np.zeros((seq_len, 3))
     for begin in range(0, (len(tokens) - 1) // seq_len * seq_len, seq_len):
-        window = np.arange(begin, begin + seq_len)
-        starts = np.flatnonzero(tokens[window[:-1]] == 0) + 1
-        for part in np.split(window, starts if document_mask else starts[:0]):
+        sequence = np.arange(begin, begin + seq_len)
+        starts = np.flatnonzero(tokens[sequence[:-1]] == 0) + 1
+        for part in np.split(sequence, starts if document_mask else starts[:0]):
             with torch.no_grad():
                 hidden = model.hidden_states(torch.from_numpy(tokens[part]))
                 logs = (hidden @ model.head.weight.T).log_softmax(-1).numpy()
-            for position, place in enumerate(part):
-                target = tokens[place + 1]
-                if not (document_mask and tokens[place] == 0):
+            for position, index in enumerate(part):
+                target = tokens[index + 1]
+                if not (document_mask and tokens[index] == 0):
                     row = (-logs[position, target], 1, 2 * (target != 0))
-                    documents[document[place + 1]] += row
+                    documents[document[index + 1]] += row
                     positions[position] += row
-    loss, windows = (
-        NextTokenLoss(model, 10),
-        SplitWindows(text, seq_len, document_mask=document_mask),
-    )
-    found = measure(loss, windows, 3, 100)
+    loss = NextTokenLoss(model, 10)
+    sequences = SplitSequences(text, seq_len, document_mask=document_mask)
+    found = measure(loss, sequences, 3, 100)
     np.testing.assert_allclose(found.documents, documents, rtol=1e-10)
     np.testing.assert_allclose(found.positions, positions, rtol=1e-10)
     batches = validation_batches(text, seq_len, 2, 100, document_mask=document_mask)
     assert found.figures() == pytest.approx(evaluate(loss, batches), rel=1e-10)
 
 
-def test_windows_of_a_task_count_as_documents() -> None:
-    windows = SplitWindows(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
-    result = measure(NextTokenLoss(make_model()), windows, 2, 3)
-    assert result.documents[:, 1].nonzero()[0].tolist() == [0, len(windows) // 3, 8192 // 3]
+def test_sequences_of_a_task_count_as_documents() -> None:
+    text = SplitSequences(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
+    result = measure(NextTokenLoss(make_model()), text, 2, 3)
+    assert result.documents[:, 1].nonzero()[0].tolist() == [0, len(text) // 3, 8192 // 3]
     assert result.figures()["num_targets"] == 3 * 8
 
 
 @given(st.integers(1, 70), st.data())
-def test_bins_hold_each_position_once(seq_len: int, data: st.DataObject) -> None:
+def test_bins_contain_each_position_once(seq_len: int, data: st.DataObject) -> None:
     """1, 2 to 3, 4 to 7 and so on, in tokens of context; bins without targets are left out."""
     counts = data.draw(st.lists(st.integers(0, 3), min_size=seq_len, max_size=seq_len))
     sums = np.array([[0.5 * n * (p + 1), n, 2 * n] for p, n in enumerate(counts)])
@@ -196,7 +189,7 @@ def test_equal_seeds_leave_the_documents() -> None:
     assert 1 < widths[0] / widths[1] < 1.1
 
 
-@pytest.mark.parametrize("freedom", [1, 1.5, 2, 4.5, 9, 9.5, 40])
+@pytest.mark.parametrize("freedom", [1, 1.5, 9, 9.5, 40])
 def test_student_t(freedom: float) -> None:
     """The distribution beyond the quantile, integrated over reciprocals."""
     factor = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
@@ -205,33 +198,33 @@ def test_student_t(freedom: float) -> None:
     assert 0.0235 < np.trapezoid(density, u) < 0.0255
 
 
-def test_one_document_has_no_interval() -> None:
+def test_what_cannot_be_compared() -> None:
+    two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
+    with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
+        paired_difference([two], [other])
+    loss, rule = NextTokenLoss(make_model()), "must contain targets that spell at least one byte of"
+    empty = SplitSequences(source(), 10**6, document_mask=True)
+    with pytest.raises(ValueError, match=f"text {rule}"):
+        measure(loss, empty, 1, 1)
+    with pytest.raises(ValueError, match=f"batches {rule} text, got 0 targets of 0 bytes"):
+        evaluate(loss, [])
     one, other = (of_documents(np.array([x, 0.0]), np.array([10.0, 0])) for x in (12.0, 10.0))
     found = paired_difference([one], [other])
     assert (found["difference_low"], found["difference_high"]) == (None, None)
     assert in_words(found) == "difference: +0.2000 bits per byte, no interval: one document"
 
 
-def test_what_cannot_be_compared() -> None:
-    two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
-    with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
-        paired_difference([two], [other])
-    windows = SplitWindows(source(), 10**6, document_mask=True)
-    with pytest.raises(ValueError, match="windows must hold targets that spell at least one byte"):
-        measure(NextTokenLoss(make_model()), windows, 1, 1)
-
-
 DOCUMENTS = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max_size=4)
 
 
 @given(DOCUMENTS, st.integers(1, 12), st.integers(1, 3))
-def test_rolling_windows_predict_each_token_once(
+def test_rolling_sequences_predict_each_token_once(
     documents: list[list[int]], seq_len: int, micro_batch: int
 ) -> None:
     """In order, from as many tokens of its document as fit, the first one from the separator."""
     spelled = np.append(0, np.full(255, 2))
     source = TextSource([np.array([*text, 0]) for text in documents], 0, spelled)
-    rolling, predicted, whole = RollingWindows(source, seq_len), list[int](), list[int]()
+    rolling, predicted, whole = RollingSequences(source, seq_len), list[int](), list[int]()
     assert len(rolling) == sum(-(-len(text) // seq_len) for text in documents)
     for batch, document in rolling.batches(micro_batch, len(rolling)):
         counted = batch.targets != IGNORED_TARGET
@@ -250,3 +243,72 @@ def test_rolling_windows_predict_each_token_once(
     assert predicted == [token for text in documents for token in text]
     assert whole == [number for number, text in enumerate(documents) for _ in text]
     assert rolling.num_documents == len(documents)
+
+
+# --- passages to repeat ---------------------------------------------------------------------------
+@given(st.integers(4, 40), st.data())
+def test_the_end_of_a_sequence_repeats_earlier_tokens(seq_len: int, data: st.DataObject) -> None:
+    """Sequences are those of the text without the end of a document."""
+    sizes = data.draw(st.lists(st.integers(2, 150), min_size=1, max_size=4))
+    length = data.draw(st.integers(2, seq_len // 2))
+    distance = data.draw(st.integers(length, seq_len - length))
+    text, half = source(sizes=[size - 1 for size in sizes]), length // 2
+    whole = [text.sequence(seq_len, index) for index in range(text.num_sequences(seq_len))]
+    whole = [sequence for sequence in whole if 0 not in sequence]
+    found = RepeatedPassages(text, seq_len, length, distance)
+    assert found.num_sequences(seq_len) == len(whole)
+    for index, before in enumerate(whole):
+        sequence, counted = found.sequence(seq_len, index), found.target_mask(seq_len, index)
+        assert sequence[:-length].tolist() == before[:-length].tolist()
+        passage = before[seq_len + 1 - length - distance :][:length]
+        assert sequence[-length:].tolist() == passage.tolist()
+        assert counted.sum() == 2 * half
+        # The second half of the passage is counted twice: at its end, and where it first occurs.
+        targets = sequence[1:][counted].tolist()
+        assert targets == [*passage[length - half :]] * 2
+        assert found.sequence(seq_len, index).tolist() == sequence.tolist(), (
+            "reading changes nothing"
+        )
+
+
+def test_figures_of_the_repetition_and_the_first_occurrence() -> None:
+    """Of hand-made sums: each of 2 targets in row p costs p + 1 nats, and one spells nothing."""
+    passages = repeated_passages(source(sizes=[99]), 32, 8)[1]
+    rows = np.array([[2 * (p + 1), 2, 1] for p in range(32)], dtype=np.float64)
+    again, first = (29 + 30 + 31 + 32) / 4, (13 + 14 + 15 + 16) / 4
+    assert passages.figures(Measurement(np.zeros((1, 3)), rows)) == {
+        "distance": 16,
+        "loss_nats": again,
+        "bits_per_byte": pytest.approx(2 * again / math.log(2)),
+        "num_targets": 8,
+        "num_bytes": 4,
+        "first_loss_nats": first,
+        "first_bits_per_byte": pytest.approx(2 * first / math.log(2)),
+    }
+
+
+def test_distances_double_up_to_the_whole_sequence() -> None:
+    def distances(seq_len: int, length: int) -> list[int]:
+        measured = Measurement(np.zeros((1, 3)), np.ones((seq_len, 3)))
+        found = repeated_passages(source(sizes=[999]), seq_len, length)
+        return [int(one.figures(measured)["distance"]) for one in found]
+
+    assert distances(256, 16) == [16, 32, 64, 128, 240]
+    assert distances(48, 16) == [16, 32]
+    assert distances(32, 16) == [16]
+    batch, _ = next(repeated_passages(source(sizes=[999]), 32, 8)[0].sequences(32).batches(2, 9))
+    assert batch.num_targets == 2 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "rule"),
+    [
+        (source(sizes=[99]), 1, "--repeat must be from 2 to 16, half of a sequence, got 1"),
+        (source(sizes=[99]), 17, "--repeat must be from 2 to 16"),
+        (SyntheticSource("copy", "validation", 0), 8, "be left out for a synthetic task"),
+        (source(sizes=[19] * 9), 8, "no document of the text has a whole sequence of 32 tokens"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(text: TextSource, length: int, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        repeated_passages(text, 32, length)

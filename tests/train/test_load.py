@@ -43,11 +43,6 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def text_of(value: Any) -> str:
-    """A value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 # --- what comes out -------------------------------------------------------------------------------
 
 positive = st.floats(min_value=1e-12, max_value=1e12)
@@ -87,8 +82,6 @@ def test_written_configuration_reads_back_equal(
     config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config
-    config = dataclasses.replace(config, model=LMConfig(), data=DataConfig())
-    assert load_config(None, {name: text_of(value) for name, value in leaves(config)}) == config
 
 
 def test_every_setting_is_written_described_and_an_option() -> None:
@@ -98,28 +91,22 @@ def test_every_setting_is_written_described_and_an_option() -> None:
     del known["model.nsa.rope_scaling"]
     assert [name for name, _ in leaves(config)] == list(known)
     assert yaml.safe_load(to_yaml(config)) == json.loads(json.dumps(dataclasses.asdict(config)))
-    assert load_config(None, {name: text_of(value) for name, value in leaves(config)}) == config
-
-
-def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
-    config = load_config(file_with(tmp_path, "model:\n  nsa:\n    window_size: 128\n"))
-    assert config == TrainConfig(model=LMConfig(nsa=NSAConfig(window_size=128)))
+    words = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in leaves(config)
+    }
+    assert load_config(None, words) == config
     assert load_config() == TrainConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("3e-4", 3e-4), ("1", 1.0), ("'0.5'", 0.5), (".5", 0.5), ("1_000.5", 1000.5), ("+2.", 2.0)],
-)
-def test_numbers_of_a_file_and_of_the_command_line(tmp_path: Path, text: str, value: float) -> None:
-    from_file = load_config(file_with(tmp_path, f"optim: {{lr: {text}}}")).optim.lr
-    from_words = load_config(None, {"optim.lr": text.strip("'")}).optim.lr
-    assert from_file == from_words == value
-    assert type(from_file) is float
-
-
-def test_a_word_is_what_the_type_of_its_setting_says(tmp_path: Path) -> None:
-    """And not what YAML 1.1 takes it for: false, a number of seconds, eight."""
+def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path) -> None:
+    """And not YAML 1.1: false, text, a number of seconds, eight."""
+    for text, value in (("3e-4", 3e-4), ("1", 1.0), ("1_000.5", 1000.5), ("+2.", 2.0)):
+        from_file = load_config(file_with(tmp_path, f"optim: {{lr: {text}}}"))
+        assert from_file == load_config(None, {"optim.lr": text})
+        assert (from_file.optim.lr, type(from_file.optim.lr)) == (value, float)
+    for text in ("0.8,0.9", "[0.8, 0.9]"):
+        assert load_config(None, {"optim.betas": text}).optim.betas == (0.8, 0.9)
     text = "{data: {source: folder, path: no, pattern: 12:30:45}, steps: 010, compile: yes}"
     config = load_config(file_with(tmp_path, text))
     assert (config.data.path, config.data.pattern) == ("no", "12:30:45")
@@ -137,13 +124,9 @@ def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) 
     assert "data.path" in refusal(path, global_batch="16")
     config = load_config(path, {"global_batch": "16", "data.path": "2024"})
     assert (config.micro_batch, config.global_batch, config.data.path) == (8, 16, "2024")
-
-
-def test_two_overrides_that_are_valid_only_together() -> None:
-    assert "num_kv_heads" in refusal(None, **{"model.nsa.num_heads": "9"})
-    assert "num_kv_heads" in refusal(None, **{"model.nsa.num_kv_heads": "9"})
-    together = load_config(None, {"model.nsa.num_heads": "9", "model.nsa.num_kv_heads": "9"})
-    assert (together.model.nsa.num_heads, together.model.nsa.num_kv_heads) == (9, 9)
+    heads = {"model.nsa.num_heads": "9", "model.nsa.num_kv_heads": "9"}
+    assert all("num_kv_heads" in refusal(None, **{name: "9"}) for name in heads)
+    assert load_config(None, heads).model.nsa.num_kv_heads == 9
 
 
 def test_a_section_that_may_be_null(tmp_path: Path) -> None:
@@ -160,11 +143,6 @@ def test_a_section_that_may_be_null(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("text", ["0.8, 0.9", "0.8,0.9", "[0.8, 0.9]"])
-def test_lists_in_one_word(text: str) -> None:
-    assert load_config(None, {"optim.betas": text}).optim.betas == (0.8, 0.9)
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -174,22 +152,16 @@ REFUSED = {
         ":3: names must be settings, got optim.lrr. The nearest is optim.lr."
     ),
     "lr: 1\n": ":1: names must be settings, got lr. The nearest is optim.lr.",
-    "model: {nsa: {phy: mlp}}\n": (
-        ":1: names must be settings, got model.nsa.phy. The nearest is model.nsa.phi."
-    ),
     "optim: {betas: {lrr: 1}}\n": ":1: optim.betas must be a list or tuple, got {'lrr': '1'}.",
     "\noptim:\n  lr: fast\n": ":3: optim.lr must be a finite number, got 'fast'.",
     "optim: {lr: nan}\n": ":1: optim.lr must be a finite number, got nan.",
-    "optim: {lr: true}\n": ":1: optim.lr must be a finite number, got 'true'.",
     "steps: 1e3\n": ":1: steps must be an integer, got '1e3'.",
-    "steps:\n": ":1: steps must be an integer, got None.",
     "compile: 2\n": ":1: compile must be True or False, got '2'.",
     "data: {pattern: [a]}\n": ":1: data.pattern must be a string, got ['a'].",
     "model: {attention: desne}\n": (
         ":1: model.attention must be nsa or dense, got desne. The nearest is dense."
     ),
     "optim: {betas: [0.9]}\n": ":1: optim.betas must have 2 entries, got [0.9].",
-    "optim: {betas: [0.9, true]}\n": ":1: optim.betas must be a finite number, got 'true'.",
     "optim: 3\n": ":1: optim must contain fields of OptimConfig, got '3'.",
     "steps: 5\nsteps: 6\n": ":2 must be valid YAML, got steps twice in a section.",
     "- steps\n": " must contain settings as 'name: value', got ['steps'].",
@@ -204,7 +176,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_bad_files_name_the_place_and_the_rule(tmp_path: Path, text: str) -> None:
+def test_bad_files_name_the_line_and_the_rule(tmp_path: Path, text: str) -> None:
     path = file_with(tmp_path, text)
     assert refusal(path) == f"{path}{REFUSED[text]}"
 
@@ -229,7 +201,6 @@ def test_a_broken_rule_names_the_line_of_the_value_or_the_option(tmp_path: Path)
             "optim.betas must lie between 0 and 1, 1 excluded, got (0.9, 1.0).",
         ),
         ("optim.lr.x", "3", "optim.lr must be a finite number, got {'x': '3'}."),
-        ("optim.lrr", "3", "names must be settings, got optim.lrr. The nearest is optim.lr."),
         ("steps", "1000000001", "steps must be at most 1,000,000,000, got 1000000001."),
     ],
 )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nsa import cli
 from nsa.errors import UserError
 from nsa.train.evaluation import Measurement
 from nsa.train.measurements import compare, load_measurement, save_measurement
@@ -44,24 +43,16 @@ def refused(first: list[Path], second: list[Path]) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "one", "other"),
-    [("document_mask", True, False), ("split", "test", "validation")],
-)
-def test_what_differs_is_named_with_the_files(
-    write: Write, name: str, one: Any, other: Any
-) -> None:
-    a, b = write("a.npz", 5, **{name: one}), write("b.npz", 6, 7, **{name: other})
-    said = refused([a], [b])
-    assert said == f"{b} must have the {name} of {a} ({one}), got {other}."
+def test_what_differs_is_named_with_the_files(write: Write) -> None:
+    a, b = write("a.npz", 5, split="test"), write("b.npz", 6, 7, split="validation")
+    assert refused([a], [b]) == f"{b} must have the split of {a} (test), got validation."
 
 
 def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write: Write) -> None:
     """The second differs from the third, although the first says nothing."""
     new: dict[str, Any] = {"document_mask": False, "text_sha256": "abc", "seed": 1}
     old, now = write("old.npz", 5), write("now.npz", 6, **new)
-    assert compare([old], [now])["num_documents"] == 2
-    assert compare([now], [old])["num_documents"] == 2
+    assert compare([old], [now])["num_documents"] == compare([now], [old])["num_documents"] == 2
     third, fourth = write("c.npz", 7), write("d.npz", 8, **{**new, "document_mask": True})
     said = refused([old, now], [third, fourth])
     assert f"{fourth} must have the document_mask of {now} (False), got True" in said
@@ -86,7 +77,6 @@ def test_a_model_counts_once(write: Write) -> None:
     assert f"{d} must measure another model than {d}" in refused([a, b], [d, d])
     copy = write("copy.npz", 5, run="copy")
     same = f"{copy} must measure another model than {a}, got the same: copy step 4"
-    assert same in refused([a], [copy])
     assert same in refused([a, copy], [c, d])
     gpu = write("gpu.npz", 5, checkpoint_sha256="abc")
     cpu = write("cpu.npz", 5.0001, checkpoint_sha256="abc")
@@ -100,7 +90,7 @@ def test_several_pairs_need_equal_seeds_of_their_own(write: Write) -> None:
     )
     assert len(compare(ours, theirs)["differences"]) == 2
     said = refused(ours, theirs[::-1])
-    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Give both sides in" in said
+    assert f"{theirs[1]} must have the seed of {ours[0]} (1), got 2. Give all files in" in said
     assert compare(ours[:1], theirs[1:])["num_documents"] == 2, "one pair has no such interval"
     later, third = (write(f"{x}.npz", x, seed=1, step=8) for x in (20, 30))
     said = refused([ours[0], later], [theirs[0], third])
@@ -119,8 +109,8 @@ def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
     assert said == f"FILES must be a file of nsa eval --save, got {path}."
 
 
-def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, capsys):
-    """Runs that differ in the mask are comparable on other text, whose windows it leaves alone."""
+def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch):
+    """Runs that differ in the mask are comparable on other text: its sequences do not change."""
     monkeypatch.chdir(tmp_path)
     config = tiny_config(tmp_path, steps=1)
     for name, seed, document_mask in (("a", 1, True), ("b", 2, True), ("c", 1, False)):
@@ -129,7 +119,7 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, caps
         folder = RunFolder.open(name)
         for text in (None, "text"):
             save = Path(f"{name}-{text}.npz")
-            list(evaluate_run(folder, text=text, save=save, device="cpu", num_windows=4))
+            list(evaluate_run(folder, text=text, save=save, device="cpu", num_sequences=4))
     abouts = {x.stem: load_measurement("", "", x)[1] for x in tmp_path.glob("*.npz")}
     assert [abouts[f"{name}-None"]["seed"] for name in "abc"] == [1, 2, 1]
     assert [abouts[f"{name}-None"]["document_mask"] for name in "abc"] == [True, True, False]
@@ -139,6 +129,5 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch, caps
     assert len({about["checkpoint_sha256"] for about in abouts.values()}) == 3
     assert compare([Path("a-None.npz")], [Path("b-None.npz")])["num_documents"] > 1
     assert compare([Path("a-text.npz")], [Path("c-text.npz")])["num_documents"] > 1
-    assert cli.main(["compare", "a-None.npz", "--against", "c-None.npz"]) == 2
-    said = "nsa: c-None.npz must have the document_mask of a-None.npz (True), got False."
-    assert said in capsys.readouterr().err
+    said = refused([Path("a-None.npz")], [Path("c-None.npz")])
+    assert said == "c-None.npz must have the document_mask of a-None.npz (True), got False."

@@ -53,16 +53,16 @@ def rows_of_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
 def signal_in_evaluation(trainer: Trainer, step: int) -> Iterator[None]:
     """SIGTERM in the middle of the evaluation after a step."""
     validation = type(trainer.data.validation)
-    real, third = validation.window, spread(4, trainer.data.validation.num_windows(64))[2]
+    real, third = validation.sequence, spread(4, trainer.data.validation.num_sequences(64))[2]
 
-    def window(source: Any, seq_len: int, index: int) -> Any:
+    def sequence(source: Any, seq_len: int, index: int) -> Any:
         is_third = source is trainer.data.validation and index == third
         if is_third and trainer.state.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(source, seq_len, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "window", window)
+        patch.setattr(validation, "sequence", sequence)
         yield
 
 

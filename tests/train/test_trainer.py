@@ -27,7 +27,7 @@ from nsa.train.checkpoint import list_checkpoints, read_meta, step_of
 from nsa.train.config import DataConfig, ParallelConfig
 from nsa.train.data import TextSource
 from nsa.train.execution.compilation import compilations
-from nsa.train.generation import generate
+from nsa.train.generation import Generation
 from nsa.train.load import to_yaml
 from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
@@ -286,7 +286,7 @@ def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
         (text / f"{index}.txt").write_text(document)
     data = DataConfig(source="folder", path=str(text), validation_fraction=0.12)
     trainer = new_trainer(tmp_path, data=data, steps=40, eval_every=0, checkpoint_every=0)
-    assert b"zyxw" in bytes(trainer.data.validation.window(64, 0).astype("uint8"))
+    assert b"zyxw" in bytes(trainer.data.validation.sequence(64, 0).astype("uint8"))
     row = trainer.run().row
     assert float(row["bits_per_byte"]) < 2
     assert float(row["val_bits_per_byte"]) > 6
@@ -301,16 +301,16 @@ def test_the_sample_does_not_hold_up_the_end(
     now, whole = [0.0], list[bytes]()
 
     def slowly(*args: Any, **given: Any) -> Iterator[list[bytes]]:
-        whole.extend(piece for (piece,) in generate(*args, **given))
+        whole.extend(piece for (piece,) in Generation(*args, **given))
         for piece in whole:
             now[0] += 1.0
             yield [piece]
 
-    monkeypatch.setattr(reports, "generate", slowly)
+    monkeypatch.setattr(reports, "Generation", slowly)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     trainer._reports.write_sample()
     text = (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8", errors="replace")
-    prompt = bytes(trainer.data.validation.window(64, 0)[:64].astype("uint8")).replace(b"\0", b"")
+    prompt = bytes(trainer.data.validation.sequence(64, 0)[:64].astype("uint8")).replace(b"\0", b"")
     ended = "--- ended after 3 of 6 tokens by sample_limit_s (2.5 s)\n" if drawn == 3 else ""
     continuation = b"".join(whole[:drawn]).decode(errors="replace")
     assert text == (
@@ -361,7 +361,7 @@ def test_no_picture_and_no_sample_ends_a_run(
 
     monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
     monkeypatch.setattr("nsa.train.runs.report.plot_losses", fail)
-    monkeypatch.setattr(reports, "generate", fail)
+    monkeypatch.setattr(reports, "Generation", fail)
     path = tmp_path / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(tmp_path, steps=2, eval_every=1, sample_tokens=2)))
     assert cli.main(["train", str(path), "--run-dir", str(tmp_path / "run")]) == 0

@@ -8,11 +8,11 @@ The path of a training run::
     data.description                       # JSON-able: counts, hashes, source and licence
 
     sampler = data.sampler(seq_len, seed)                 # state_dict(): integers
-    indices = sampler.next_windows(micro_batch, rank=0, world_size=1)
+    indices = sampler.next_indices(micro_batch, rank=0, world_size=1)
     batch = collate(data.train, indices, seq_len, document_mask=True).to(device)
 
     for batch in validation_batches(
-        data.validation, seq_len, micro_batch, num_windows, document_mask=True
+        data.validation, seq_len, micro_batch, num_sequences, document_mask=True
     ):
         ...                                               # sequences from all of the text
 
@@ -26,8 +26,12 @@ that trains.
 from nsa.train.data.batch import (
     IGNORED_TARGET,
     Batch,
+    DataUnavailableError,
     Prefetcher,
+    Sampler,
     StarvedError,
+    TextSource,
+    TokenSource,
     collate,
     spread,
     validation_batches,
@@ -38,7 +42,6 @@ from nsa.train.data.documents import Document, fault_of_text, folder_files
 from nsa.train.data.local import Origin
 from nsa.train.data.preparation import PrepareConfig, prepare
 from nsa.train.data.shards import ShardSource, open_shards
-from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 

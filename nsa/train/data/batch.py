@@ -1,4 +1,4 @@
-"""Packed batches of training sequences, and a thread that prefetches them."""
+"""Training sequences, their order, and packed batches that a thread makes ahead."""
 
 from __future__ import annotations
 
@@ -6,22 +6,187 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa.train.data.source import TokenSource
+from nsa.errors import UserError, check
+from nsa.train.data.tokenizer import Ids, Tokens, token_dtype
 
 Item = TypeVar("Item")
 
 IGNORED_TARGET = -100  # ignored by torch.nn.functional.cross_entropy by default
 _CLOSING_S = 2.0
 _POLL_S = 0.5
+
+
+class DataUnavailableError(UserError):
+    """The data do not exist, cannot be reached, or have stopped coming."""
+
+
+class TokenSource:
+    """Training sequences of ``seq_len + 1`` tokens: inputs, and the targets one token later.
+
+    Attributes:
+        separator_id: id that ends a document; None if there are no documents.
+        token_bytes: int64 ``[vocab_size]``, bytes of text that each id spells.
+    """
+
+    separator_id: int | None
+    token_bytes: Ids
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Number of sequences of this length."""
+        raise NotImplementedError
+
+    def sequence(self, seq_len: int, index: int) -> Ids:
+        """Sequence ``index``: int64 ``[seq_len + 1]``; the same arguments give the same tokens."""
+        raise NotImplementedError
+
+    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
+        """Mask of the targets that count: bool ``[seq_len]``, or None if all targets count."""
+        return None
+
+    def most_sequences(self, seq_len: int, num_sequences: int) -> int | None:
+        """Upper bound of the documents, whole or cut, in ``num_sequences`` different sequences.
+
+        None if that is not known before the text is read.
+        """
+        return None
+
+
+class TextSource(TokenSource):
+    """Documents one after another, cut into sequences.
+
+    Sequence i begins at token ``i * seq_len`` and overlaps the next by the one token that is only a
+    target, so each token but the first is a target of exactly one sequence. Tokens at the end that
+    do not fill a sequence are left out.
+
+    Attributes:
+        tokens: ``[num_tokens]``, in the smallest unsigned type for the vocabulary.
+
+    Args:
+        documents: tokens of each document, ended by the separator.
+        separator_id: see :class:`TokenSource`.
+        token_bytes: int64 ``[vocab_size]``.
+    """
+
+    def __init__(
+        self, documents: Iterable[Tokens], separator_id: int | None, token_bytes: Ids
+    ) -> None:
+        empty = np.empty(0, token_dtype(len(token_bytes)))
+        self.tokens = np.concatenate([empty, *documents], dtype=empty.dtype, casting="unsafe")
+        self.separator_id = separator_id
+        self.token_bytes = token_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, separators included."""
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens ``start`` to ``stop - 1``, or to the last one."""
+        return self.tokens[start:stop]
+
+    def num_sequences(self, seq_len: int) -> int:
+        """See :class:`TokenSource`; 0 if there are fewer than ``seq_len + 1`` tokens."""
+        return max(0, (self.num_tokens - 1) // seq_len)
+
+    def sequence(self, seq_len: int, index: int) -> Ids:
+        """See :class:`TokenSource`."""
+        assert 0 <= index < self.num_sequences(seq_len), index
+        return self.read(index * seq_len, (index + 1) * seq_len + 1).astype(np.int64)
+
+    def most_sequences(self, seq_len: int, num_sequences: int) -> int | None:
+        """See :class:`TokenSource`."""
+        starts = self.document_starts()
+        end = self.num_sequences(seq_len) * seq_len
+        counts = np.bincount(starts[(starts % seq_len != 0) & (starts < end)] // seq_len)
+        return num_sequences + int(np.sort(counts)[::-1][:num_sequences].sum())
+
+    def document_starts(self) -> Ids:
+        """Position of the first token of each document: int64 ``[num_documents]``, ascending."""
+        return np.append(0, np.flatnonzero(self.tokens == self.separator_id) + 1)[:-1]
+
+
+class Sampler:
+    """All sequences in another random order each epoch.
+
+    The order is a function of (seed, epoch). ``position`` is the number of sequences drawn since
+    training began, by all processes together: epoch e covers the positions
+    ``e * num_sequences`` to ``(e + 1) * num_sequences - 1``.
+
+    With ``world_size`` processes, rank r takes the ``micro_batch`` positions from
+    ``position + r * micro_batch`` on, and every rank then advances ``position`` by
+    ``micro_batch * world_size``. So a run that continues on another number of GPUs with the same
+    global batch sees the same batches.
+
+    Args:
+        num_sequences: sequences of the source at the length in use.
+        seed: seed of the order.
+    """
+
+    def __init__(self, num_sequences: int, seed: int) -> None:
+        check(num_sequences > 0, "Sampler", "num_sequences", "be positive", num_sequences)
+        self.num_sequences = num_sequences
+        self.seed = seed
+        self.position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next sequence."""
+        return self.position // self.num_sequences
+
+    def sequence_at(self, position: int) -> int:
+        """Sequence drawn at a position; any position, in any order of calls."""
+        epoch, rank = divmod(position, self.num_sequences)
+        return int(_order(self.num_sequences, self.seed, epoch)[rank])
+
+    def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
+        """Draw this rank's next micro-batch; advances ``position`` for all ranks.
+
+        Args:
+            micro_batch: sequences for each rank.
+            rank: rank of this process.
+            world_size: number of processes.
+
+        Returns:
+            ``micro_batch`` indices of sequences.
+        """
+        start = self.position + rank * micro_batch
+        self.position += micro_batch * world_size
+        return [self.sequence_at(position) for position in range(start, start + micro_batch)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Three integers: ``seed``, ``num_windows`` (the sequences of an epoch), ``position``."""
+        return {"seed": self.seed, "num_windows": self.num_sequences, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at the position of a :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another seed or another number of sequences, so that
+                the order would not continue.
+        """
+        hint = "The data, seq_len or seed changed since the checkpoint."
+        for name, ours in self.state_dict().items():
+            rule, fits = f"equal this run's ({ours})", name == "position" or state[name] == ours
+            check(fits, "Sampler.load_state_dict", name, rule, state[name], hint)
+        self.position = state["position"]
+
+
+@lru_cache(maxsize=2)  # an epoch, and the next one while batches are made ahead
+def _order(num_sequences: int, seed: int, epoch: int) -> Ids:
+    # NumPy guarantees raw Philox output not to change between versions, unlike its permutation.
+    philox = np.random.Philox(np.random.SeedSequence((seed, epoch)))
+    return np.argsort(philox.random_raw(num_sequences), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -46,14 +211,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device. Copies to a CUDA device use pinned memory and do not wait."""
-        cuda = torch.device(device).type == "cuda"
         tokens, targets, cu_seqlens = (
-            (tensor.pin_memory() if cuda and not tensor.is_cuda else tensor).to(
-                device, non_blocking=cuda
-            )
-            for tensor in self._tensors()
+            torch.empty_like(tensor, device=device) for tensor in self._tensors()
         )
-        return replace(self, tokens=tokens, targets=targets, cu_seqlens=cu_seqlens)
+        moved = replace(self, tokens=tokens, targets=targets, cu_seqlens=cu_seqlens)
+        moved.copy_(self)
+        return moved
 
     def without_targets(self) -> Batch:
         """Batch of the same tokens in which no target counts."""
@@ -88,7 +251,7 @@ def collate(
     """Pack training sequences into a batch.
 
     Args:
-        source: see :class:`nsa.train.data.source.TokenSource`.
+        source: see :class:`nsa.train.data.batch.TokenSource`.
         indices: indices of the training sequences, in the order in which they are packed.
         seq_len: tokens of a training sequence.
         document_mask: whether each document's part of a training sequence becomes a sequence of its
@@ -98,8 +261,8 @@ def collate(
     Returns:
         A batch of ``T = len(indices) * seq_len`` tokens.
     """
-    windows = np.stack([source.window(seq_len, index) for index in indices])
-    tokens, targets = windows[:, :-1], windows[:, 1:].copy()
+    rows = np.stack([source.sequence(seq_len, index) for index in indices])
+    tokens, targets = rows[:, :-1], rows[:, 1:].copy()
     for row, index in enumerate(indices):
         counted = source.target_mask(seq_len, index)
         if counted is not None:
@@ -110,20 +273,25 @@ def collate(
         ends = tokens == source.separator_id
         targets[ends] = IGNORED_TARGET
         starts[:, 1:] |= ends[:, :-1]
-    cu_seqlens = np.append(np.flatnonzero(starts), tokens.size).astype(np.int32)
-    counted_targets = targets[targets != IGNORED_TARGET]
+    cu_seqlens = np.append(np.flatnonzero(starts), tokens.size)
+    return pack(tokens.reshape(-1), targets.reshape(-1), cu_seqlens, seq_len, source.token_bytes)
+
+
+def pack(tokens: Ids, targets: Ids, cu_seqlens: Ids, max_seqlen: int, token_bytes: Ids) -> Batch:
+    """Batch of arrays; see :class:`Batch` and :class:`TokenSource`."""
+    counted = targets[targets != IGNORED_TARGET]
     return Batch(
-        tokens=torch.from_numpy(tokens.reshape(-1)),
-        targets=torch.from_numpy(targets.reshape(-1)),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
-        max_seqlen=seq_len,
-        num_bytes=int(source.token_bytes[counted_targets].sum()),
-        num_targets=counted_targets.size,
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        max_seqlen=max_seqlen,
+        num_bytes=int(token_bytes[counted].sum()),
+        num_targets=counted.size,
     )
 
 
 def validation_batches(
-    source: TokenSource, seq_len: int, micro_batch: int, num_windows: int, *, document_mask: bool
+    source: TokenSource, seq_len: int, micro_batch: int, num_sequences: int, *, document_mask: bool
 ) -> Iterator[Batch]:
     """Batches of the training sequences of :func:`spread`; the last batch may be smaller.
 
@@ -131,22 +299,22 @@ def validation_batches(
         source: usually the validation source.
         seq_len: tokens of a training sequence.
         micro_batch: training sequences of a batch.
-        num_windows: number of training sequences, at most as many as there are.
+        num_sequences: number of training sequences, at most as many as there are.
         document_mask: see :func:`collate`.
     """
-    chosen = spread(num_windows, source.num_windows(seq_len))
+    chosen = spread(num_sequences, source.num_sequences(seq_len))
     for start in range(0, len(chosen), micro_batch):
         indices = chosen[start : start + micro_batch]
         yield collate(source, indices, seq_len, document_mask=document_mask)
 
 
-def spread(num_windows: int, available: int) -> list[int]:
-    """Indices of ``num_windows`` sequences at equal distances; all if there are no more.
+def spread(num_sequences: int, available: int) -> list[int]:
+    """Indices of ``num_sequences`` sequences at equal distances; all if there are no more.
 
     Sequence k of n is number ``k * available // n``, so that an evaluation covers all of the text
     and depends on nothing else.
     """
-    number = min(num_windows, available)
+    number = min(num_sequences, available)
     return [k * available // number for k in range(number)]
 
 
@@ -155,7 +323,7 @@ class StarvedError(Exception):
 
 
 class Prefetcher(Generic[Item]):
-    """A thread that calls a function over and over, and its results in order.
+    """A thread that calls a function repeatedly, and the results in order.
 
     Args:
         make: function that makes the next item; :meth:`get` raises its error.
@@ -181,25 +349,23 @@ class Prefetcher(Generic[Item]):
             The item; None if the wait was given up.
 
         Raises:
-            StarvedError: the time is over.
+            StarvedError: no item came within the time limit.
         """
         deadline = time.monotonic() + (timeout_s or math.inf)
-        while True:
-            left_s = max(deadline - time.monotonic(), 0)
+        while (left_s := deadline - time.monotonic()) > 0:
             try:
                 item, error = self._ready.get(timeout=min(_POLL_S, left_s))
             except queue.Empty:
                 if give_up():
                     return None
-                if left_s <= _POLL_S:
-                    raise StarvedError(f"no batch in {timeout_s:g} s") from None
                 continue
             if error is not None:
                 raise error
             return item
+        raise StarvedError(f"no batch in {timeout_s:g} s")
 
     def close(self) -> None:
-        """End the thread, unless it is stuck; what is ready is dropped.
+        """End the thread, unless it is stuck; items that are ready are dropped.
 
         A thread that still runs PyTorch's code when the interpreter ends would abort the process.
         """
@@ -217,7 +383,7 @@ class Prefetcher(Generic[Item]):
                 self._ready.put((self._make(), None))
 
     def _ended(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Hand whatever ended the thread over to the one that waits, where it is raised."""
+        """Pass the error that ended the thread to :meth:`get`."""
         if error is not None:
             self._ready.put((None, error))
         return True

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nsa.errors import check
-from nsa.train.data.source import TextSource
+from nsa.train.data.batch import TextSource
 from nsa.train.data.tokenizer import Ids, Tokens
 
-_CHOOSING_SHARE = 0.1
+_Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # codes and counts
+
+_CHOOSING_FRACTION = 0.1
 _BIGRAM_PRIORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _UNIGRAM_PRIORS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _DENSE_PAIRS = 1 << 24  # up to so many possible pairs, counting all is faster than sorting
@@ -20,7 +23,7 @@ def bigram_bits_per_byte(
     train: TextSource,
     validation: TextSource,
     *,
-    windows: Ids | None = None,
+    sequences: Ids | None = None,
 ) -> float:
     """Bits per byte of validation text under a smoothed bigram model of the training text.
 
@@ -36,53 +39,53 @@ def bigram_bits_per_byte(
     Args:
         train: training text.
         validation: validation text, in the same tokens.
-        windows: sequences of the validation text to measure, integers ``[N, seq_len + 1]``; None
+        sequences: sequences of the validation text to measure, integers ``[N, seq_len + 1]``; None
             for all of the text.
 
     Returns:
         Bits per byte.
     """
-    token_bytes = validation.token_bytes
-
-    def count(tokens: Tokens | Ids) -> _Pairs:
-        return _Pairs(tokens, len(token_bytes), train.separator_id)
-
-    border = train.num_tokens - int(train.num_tokens * _CHOOSING_SHARE)
-    counts, last = count(train.tokens[:border]), count(train.tokens[border - 1 :])
+    size, separator = len(validation.token_bytes), train.separator_id
+    border = train.num_tokens - int(train.num_tokens * _CHOOSING_FRACTION)
+    counts, last = (
+        _count(tokens, size, separator)
+        for tokens in (train.tokens[:border], train.tokens[border - 1 :])
+    )
     priors = itertools.product(_BIGRAM_PRIORS, _UNIGRAM_PRIORS)
-    alpha, beta = min(priors, key=lambda pair: counts.bits(last, *pair))
-    measured = count(validation.tokens if windows is None else windows)
-    num_bytes = int((measured.counts * token_bytes[measured.second]).sum())
-    check(num_bytes > 0, "bigram_bits_per_byte", "validation", "hold text", f"{num_bytes} bytes")
-    return count(train.tokens).bits(measured, alpha, beta) / num_bytes
+    alpha, beta = min(priors, key=lambda pair: _bits(counts, last, size, *pair))
+    measured = _count(validation.tokens if sequences is None else sequences, size, separator)
+    num_bytes = int((measured[1] * validation.token_bytes[measured[0] % size]).sum())
+    rule = "contain text"
+    check(num_bytes > 0, "bigram_bits_per_byte", "validation", rule, f"{num_bytes} bytes")
+    counts = _count(train.tokens, size, separator)
+    return _bits(counts, measured, size, alpha, beta) / num_bytes
 
 
-class _Pairs:
-    """Pairs of neighbouring tokens of a document, and their counts.
+def _count(tokens: Tokens | Ids, vocab_size: int, separator: int | None) -> _Pairs:
+    """Codes of the pairs of neighbouring tokens of a document, ascending, and their counts.
 
-    The tokens are one text ``[T]`` or sequences ``[N, seq_len + 1]``. The pairs are in ascending
-    order of ``codes``, ``first * vocab_size + second``.
+    Args:
+        tokens: one text ``[T]`` or sequences ``[N, seq_len + 1]``.
+        vocab_size: a code is ``first * vocab_size + second``.
+        separator: id that ends a document.
     """
+    before, after = tokens[..., :-1], tokens[..., 1:]
+    inside = before != separator
+    codes = before[inside].astype(np.int64) * vocab_size + after[inside]
+    if vocab_size**2 > _DENSE_PAIRS:
+        return np.unique(codes, return_counts=True)
+    table = np.bincount(codes)
+    codes = np.flatnonzero(table)
+    return codes, table[codes]
 
-    def __init__(self, tokens: Tokens | Ids, vocab_size: int, separator: int | None) -> None:
-        before, after = tokens[..., :-1], tokens[..., 1:]
-        inside = before != separator
-        codes = before[inside].astype(np.int64) * vocab_size + after[inside]
-        if vocab_size**2 > _DENSE_PAIRS:
-            self.codes, self.counts = np.unique(codes, return_counts=True)
-        else:
-            table = np.bincount(codes)
-            self.codes = np.flatnonzero(table)
-            self.counts = table[self.codes]
-        self.first, self.second = np.divmod(self.codes, vocab_size)
-        self.vocab_size = vocab_size
 
-    def bits(self, text: _Pairs, alpha: float, beta: float) -> float:
-        """Total ``-log2 P(second | first)`` of another text under these counts."""
-        firsts = np.bincount(self.first, self.counts, self.vocab_size)
-        seconds = np.bincount(self.second, self.counts, self.vocab_size)
-        unigram = (seconds[text.second] + beta) / (seconds.sum() + beta * self.vocab_size)
-        place = np.minimum(np.searchsorted(self.codes, text.codes), len(self.codes) - 1)
-        seen = np.where(self.codes[place] == text.codes, self.counts[place], 0)
-        probability = (seen + alpha * unigram) / (firsts[text.first] + alpha)
-        return -float((text.counts * np.log2(probability)).sum())
+def _bits(train: _Pairs, text: _Pairs, vocab_size: int, alpha: float, beta: float) -> float:
+    """Total ``-log2 P(second | first)`` of a text under the counts of the training text."""
+    (codes, counts), (wanted, times) = train, text
+    firsts = np.bincount(codes // vocab_size, counts, vocab_size)
+    seconds = np.bincount(codes % vocab_size, counts, vocab_size)
+    unigram = (seconds[wanted % vocab_size] + beta) / (seconds.sum() + beta * vocab_size)
+    index = np.minimum(np.searchsorted(codes, wanted), len(codes) - 1)
+    seen = np.where(codes[index] == wanted, counts[index], 0)
+    probability = (seen + alpha * unigram) / (firsts[wanted // vocab_size] + alpha)
+    return -float((times * np.log2(probability)).sum())

@@ -11,18 +11,17 @@ from typing import Any
 
 from nsa.errors import check
 from nsa.train.config import DataConfig
+from nsa.train.data.batch import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.documents import (
     SIDES,
-    Side,
     corpus_files,
     folder_files,
     num_bytes,
     split_documents,
     stdlib_files,
 )
-from nsa.train.data.local import Origin, skipped_files
+from nsa.train.data.local import Origin, warn_of_skipped
 from nsa.train.data.shards import ShardSource, open_shards
-from nsa.train.data.source import DataUnavailableError, Sampler, TextSource, TokenSource
 from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
@@ -37,24 +36,24 @@ class DataBundle:
     """Data of a run. No text is in two of the sources.
 
     Attributes:
+        tokenizer: tokenizer of all documents.
+        description: description for the log and the run folder; plain JSON types.
         train: sequences to train on.
         validation: sequences by which choices are made.
         test: sequences on which results are reported; None without a test split.
-        tokenizer: tokenizer of all documents.
-        description: description for the log and the run folder; plain JSON types.
     """
 
-    train: TokenSource
-    validation: TokenSource
-    test: TokenSource | None
     tokenizer: Tokenizer
     description: dict[str, Any]
+    train: TokenSource
+    validation: TokenSource
+    test: TokenSource | None = None
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
         """The order in which training takes the sequences; a stream has its own."""
         if isinstance(self.train, StreamSource):
             return StreamSampler(self.train, seq_len)
-        return Sampler(self.train.num_windows(seq_len), seed)
+        return Sampler(self.train.num_sequences(seq_len), seed)
 
 
 def open_data(
@@ -94,53 +93,58 @@ def open_data(
         rule = f"be byte for the synthetic task {config.source}"
         is_byte = config.tokenizer == "byte"
         check(is_byte, "open_data", "data.tokenizer", rule, config.tokenizer)
-        return _open_task(config.source, ByteTokenizer(separator=False), seed, seq_len)
-    try:
+        data = _open_task(config.source, ByteTokenizer(separator=False), seed)
+    else:
         openers = {"shards": _open_shards, "stream": _open_stream}
-        data = openers.get(config.source, _open_files)(config, tokenizer)
-    except DataUnavailableError as error:
-        task = config.synthetic_fallback
-        if task == "none":
-            raise
-        what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
-        logger.warning(what, task, error)
-        return _open_task(task, tokenizer or make_tokenizer(config, ()), seed, seq_len)
-    data.description.update(source=config.source, synthetic=False)
-    return _described(data, seq_len)
-
-
-def _described(data: DataBundle, seq_len: int) -> DataBundle:
-    """Add the tokenizer to the description, and the number of sequences, which may not be 0."""
-    description, tokenizer = data.description, data.tokenizer
-    description["tokenizer"] = tokenizer.kind
-    description["tokenizer_fingerprint"] = tokenizer.fingerprint
-    description["vocab_size"] = tokenizer.vocab_size
-    for side in SIDES:
-        source = getattr(data, side)
-        if source is None or isinstance(source, StreamSource):
-            continue  # the length of a stream is not known
-        number = description[f"{side}_windows"] = source.num_windows(seq_len)
-        if isinstance(source, TextSource):
-            tokens = description[f"{side}_tokens"] = source.num_tokens
-            size = f"{description[f'{side}_bytes']} bytes"
-            rule = f"be below the {tokens} tokens of the {side} text ({size})"
-            hint = "Take more text, shorter sequences, or another fraction for validation and test."
-            check(number > 0, "open_data", "seq_len", rule, seq_len, hint)
+        try:
+            data = openers.get(config.source, _open_files)(config, tokenizer)
+            data.description.update(source=config.source, synthetic=False)
+        except DataUnavailableError as error:
+            task = config.synthetic_fallback
+            if task == "none":
+                raise
+            what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
+            logger.warning(what, task, error)
+            data = _open_task(task, tokenizer or make_tokenizer(config, ()), seed)
+    for split in SIDES:
+        _describe_sequences(data, split, seq_len)
     return data
 
 
-def _describe(
-    description: dict[str, Any], side: str, documents: int, size: int, digested: Iterable[bytes]
-) -> None:
-    """Add what is checked when a run is resumed: number of documents, bytes of text, hash."""
-    description[f"{side}_documents"] = documents
-    description[f"{side}_bytes"] = size
-    description[f"{side}_sha256"] = hashlib.sha256(b"".join(digested)).hexdigest()
+def _describe_sequences(data: DataBundle, split: str, seq_len: int) -> None:
+    """Add the number of sequences, which may not be 0, and of tokens."""
+    source, description = getattr(data, split), data.description
+    if source is None or isinstance(source, StreamSource):
+        return  # the length of a stream is not known
+    number = description[f"{split}_windows"] = source.num_sequences(seq_len)
+    if isinstance(source, TextSource):
+        tokens = description[f"{split}_tokens"] = source.num_tokens
+        size = description[f"{split}_bytes"]
+        rule = f"be below the {tokens} tokens of the {split} text ({size} bytes)"
+        hint = "Take more text, shorter sequences, or another fraction for validation and test."
+        check(number > 0, "open_data", "seq_len", rule, seq_len, hint)
 
 
-def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> DataBundle:
+def _bundle(
+    tokenizer: Tokenizer, description: dict[str, Any], sources: Mapping[str, TokenSource]
+) -> DataBundle:
+    description["tokenizer"] = tokenizer.kind
+    description["tokenizer_fingerprint"] = tokenizer.fingerprint
+    description["vocab_size"] = tokenizer.vocab_size
+    return DataBundle(tokenizer, description, **sources)
+
+
+def _text_description(
+    split: str, documents: int, size: int, digested: Iterable[bytes]
+) -> dict[str, Any]:
+    """Fields that are checked when a run is resumed."""
+    sha256 = hashlib.sha256(b"".join(digested)).hexdigest()
+    return {f"{split}_documents": documents, f"{split}_bytes": size, f"{split}_sha256": sha256}
+
+
+def _open_task(task: str, tokenizer: Tokenizer, seed: int) -> DataBundle:
     train, validation = (
-        SyntheticSource(task, side, seed, tokenizer.vocab_size) for side in SIDES[:2]
+        SyntheticSource(task, split, seed, tokenizer.vocab_size) for split in SIDES[:2]
     )
     description = {
         "source": task,
@@ -149,14 +153,13 @@ def _open_task(task: str, tokenizer: Tokenizer, seed: int, seq_len: int) -> Data
         "seed": seed,
         "ideal_loss_nats": train.ideal_loss,
     }
-    return _described(DataBundle(train, validation, None, tokenizer, description), seq_len)
+    return _bundle(tokenizer, description, {"train": train, "validation": validation})
 
 
 def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     if config.source == "folder":
         files = folder_files(str(config.path), config.pattern)
-        if files.skipped:
-            logger.warning("%s: `nsa data prepare` reads their rows", skipped_files(files.skipped))
+        warn_of_skipped(files.skipped, ": `nsa data prepare` reads their rows")
     else:
         files = corpus_files() if config.source == "corpus" else stdlib_files()
     split = split_documents(files.documents, *config.fractions)
@@ -171,16 +174,15 @@ def _open_files(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
         "duplicates_left_out": split.num_duplicates,
         "files_left_out": len(files.skipped),
     }
-    sources = dict[Side, TextSource]()
-    for side, documents in zip(SIDES, split[:3], strict=True):
+    sources = dict[str, TokenSource]()
+    for name, documents in zip(SIDES, split[:3], strict=True):
         if documents:
             # The hash covers the text and where one document ends.
             hashes = (document.sha256.encode() for document in documents)
-            _describe(description, side, len(documents), num_bytes(documents), hashes)
+            description |= _text_description(name, len(documents), num_bytes(documents), hashes)
             tokens = tokenizer.encode_documents([document.text for document in documents])
-            sources[side] = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
-    test = sources.get("test")
-    return DataBundle(sources["train"], sources["validation"], test, tokenizer, description)
+            sources[name] = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
+    return _bundle(tokenizer, description, sources)
 
 
 def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -189,20 +191,16 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     rule = f"be {ours.kind}, as the shards are"
     check(config.tokenizer == ours.kind, "open_data", "data.tokenizer", rule, config.tokenizer)
     same = tokenizer is None or tokenizer.fingerprint == ours.fingerprint
-    check(same, "open_data", "data.path", "hold shards of the run's tokenizer", config.path)
-    request, sides = index["request"], index["sides"]
-    description: dict[str, Any] = {
-        "provenance": _provenance(index["source"]),
-        "split_rule": index.get("split_rule", "hash"),
-        "validation_fraction": request["validation_fraction"],
-    }
-    for side, found in sides.items():
+    check(same, "open_data", "data.path", "contain shards of the run's tokenizer", config.path)
+    description = _hash_split(index["source"], index["request"])
+    description["split_rule"] = index.get("split_rule", "hash")
+    for split, found in index["sides"].items():
         hashes = (shard["tokens_sha256"].encode() for shard in found["shards"])
-        _describe(description, side, found["documents"], found["text_bytes"], hashes)
-    if "test" in sides:
-        description["test_fraction"] = request["test_fraction"]
-    train, validation, *test = (ShardSource(folder, side) for side in sides)
-    return DataBundle(train, validation, test[0] if test else None, ours, description)
+        counts = (found["documents"], found["text_bytes"])
+        description |= _text_description(split, *counts, hashes)
+    return _bundle(
+        ours, description, {split: ShardSource(folder, split) for split in index["sides"]}
+    )
 
 
 def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
@@ -211,33 +209,32 @@ def _open_stream(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     names = (config.subset, config.split, config.revision, config.text_field, pattern)
     origin = Origin(str(config.path), *names)
     found, held_out = read_held_out(origin, tokenizer, config)
-    if found.skipped:
-        logger.warning("%s", skipped_files(found.skipped))
+    warn_of_skipped(found.skipped)
     origin = replace(origin, revision=found.revision)
-    # Local files may be in another place when the run is resumed.
+    # Local files may be in another folder when the run is resumed.
     name = origin.source if found.revision else "Files on this machine"
-    description = {
-        "provenance": _provenance({**asdict(origin), "name": name, "licence": found.licence}),
-        "split_rule": "hash",
-        "validation_fraction": config.validation_fraction,
-        "revision": found.revision,
-        "files_fingerprint": found.fingerprint,
-    }
-    if config.test_fraction:
-        description["test_fraction"] = config.test_fraction
-    sources = dict[str, TextSource]()
-    for side, rows in held_out.items():
+    source = {**asdict(origin), "name": name, "licence": found.licence}
+    description = _hash_split(source, asdict(config))
+    description |= {"revision": found.revision, "files_fingerprint": found.fingerprint}
+    sources: dict[str, TokenSource] = {"train": StreamSource(origin, tokenizer, config)}
+    for split, rows in held_out.items():
         tokens = [row.tokens for row in rows]
-        source = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
+        text = TextSource(tokens, tokenizer.separator_id, tokenizer.token_bytes)
         size = sum(row.num_bytes for row in rows)
-        _describe(description, side, len(rows), size, [source.tokens.tobytes()])
-        sources[side] = source
-    train = StreamSource(origin, tokenizer, config)
-    return DataBundle(train, sources["validation"], sources.get("test"), tokenizer, description)
+        description |= _text_description(split, len(rows), size, [text.tokens.tobytes()])
+        sources[split] = text
+    return _bundle(tokenizer, description, sources)
 
 
-def _provenance(source: Mapping[str, Any]) -> str:
+def _hash_split(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Description of a data set whose documents are split by hash."""
     subset = f", {source['subset']}" if source["subset"] else ""
     revision = f", revision {source['revision']}" if source["revision"] else ""
     licence = source["licence"] or "not stated, the user knows it"
-    return f"{source['name']}{subset}, split {source['split']}{revision}. Licence: {licence}."
+    name = f"{source['name']}{subset}, split {source['split']}{revision}"
+    fractions = ("validation_fraction", "test_fraction")
+    return {
+        "provenance": f"{name}. Licence: {licence}.",
+        "split_rule": "hash",
+        **{name: options[name] for name in fractions if options.get(name)},
+    }

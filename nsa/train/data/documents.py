@@ -164,7 +164,7 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     rule, hint = f"match a file below {path}", "Hidden files do not count."
     check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
     texts = [name for name in names if format_of(name) in ("text", None)]
-    rule = "hold text; `nsa data prepare` reads the rows of JSON and Parquet files"
+    rule = "contain text; `nsa data prepare` reads the rows of JSON and Parquet files"
     check(bool(texts), "open_data", "data.path", rule, ", ".join(names[:3]))
     provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
     files = _read(root.parent if root.is_file() else root, texts, provenance)
@@ -232,59 +232,54 @@ def split_documents(
     first: dict[str, Document] = {}
     for document in documents:
         first.setdefault(document.identity, document)
-    rest = list(first.values())
-    num_duplicates, size = len(documents) - len(rest), num_bytes(rest)
-    sides, rules, taken = dict[Side, list[Document]](train=rest), set[str](), set[str]()
-    shares: dict[Side, float] = {"validation": validation_fraction, "test": test_fraction}
-    for side, share in shares.items():
-        if share > 0:
-            sides["train"], sides[side], rule = _set_aside(sides["train"], share * size)
-            rules.add(rule)
-    for side in ("validation", "test", "train"):
+    train = list(first.values())
+    size, rule, num_duplicates = num_bytes(train), "documents", len(documents) - len(train)
+    parts: dict[str, list[Document]] = {"validation": [], "test": []}
+    for part, fraction in zip(parts, (validation_fraction, test_fraction), strict=True):
+        if fraction > 0:
+            train, parts[part], is_tail = _set_aside(train, fraction * size)
+            rule = "tail" if is_tail else rule
+    parts["train"], taken = train, set[str]()
+    for part, found in parts.items():
         # A tail that was cut off may equal a document of another split.
-        found = sides.get(side, [])
-        kept = [document for document in found if document.identity not in taken]
-        num_duplicates += len(found) - len(kept)
-        taken |= {document.identity for document in kept}
-        is_wanted = shares.get(side, 1) > 0
+        parts[part] = [document for document in found if document.identity not in taken]
+        num_duplicates += len(found) - len(parts[part])
+        taken |= {document.identity for document in parts[part]}
+        is_enough = bool(parts[part]) or (part == "test" and test_fraction == 0)
         hint = "There is too little text to divide."
-        check(bool(kept) or not is_wanted, "split_documents", side, "hold text", "0 bytes", hint)
-        sides[side] = kept
-    rule = "tail" if "tail" in rules else "documents"
-    return Split(sides["train"], sides["validation"], sides["test"], rule, num_duplicates)
+        check(is_enough, "split_documents", part, "contain text", "0 bytes", hint)
+    return Split(**parts, rule=rule, num_duplicates=num_duplicates)
 
 
 def _set_aside(
     documents: Sequence[Document], target: float
-) -> tuple[list[Document], list[Document], str]:
-    """The remaining documents, those for ``target`` bytes, and the rule that chose them."""
+) -> tuple[list[Document], list[Document], bool]:
+    """The remaining documents, those for ``target`` bytes, and whether a tail was cut off."""
     taken, size = list[Document](), 0
     for document in sorted(documents, key=lambda document: document.sha256):
         if size + len(document.text) <= target:
             taken.append(document)
             size += len(document.text)
     if not size >= _ACCEPTED_SHARE * target > 0:
-        return *_tail(documents, target), "tail"
+        return *_tail(documents, target), True
     identities = {document.identity for document in taken}
     rest = [document for document in documents if document.identity not in identities]
-    return rest, taken, "documents"
+    return rest, taken, False
 
 
 def _tail(documents: Sequence[Document], target: float) -> tuple[list[Document], list[Document]]:
-    train: list[Document] = []
-    validation: list[Document] = []
-    missing = target
-    for document in reversed(documents):
-        name, text, size = document.name, document.text, len(document.text)
-        cut = 0 if missing > 0 else size
-        if 0 < missing < size:
-            cut = _line_start(text, size - round(missing))
+    train, validation = [*documents], list[Document]()
+    while train and target > 0:
+        name, text = train[-1].name, train.pop().text
+        size = len(text)
+        cut = _line_start(text, size - round(target)) if target < size else 0
         if cut < size:
             validation.append(Document(name, text[cut:]))
         if cut > 0:
             train.append(Document(name, text[:cut]))
-        missing = 0 if cut > 0 else missing - size
-    return train[::-1], validation[::-1]
+            break
+        target -= size
+    return train, validation[::-1]
 
 
 def _line_start(text: bytes, position: int) -> int:
@@ -351,11 +346,10 @@ def rows_of(texts: Sequence[bytes], fractions: Fractions, is_one: bool) -> list[
         sides: dict[Kind, Sequence[Document]] = {"validation": split.validation}
         sides |= {"test": split.test, "train": split.train}
         return [(side, document.text) for side, found in sides.items() for document in found]
-    return [(kind_of(text, fractions), text) for text in texts]
+    return [(_kind_of(text, fractions), text) for text in texts]
 
 
-def kind_of(text: bytes, fractions: Fractions) -> Kind:
-    """Kind of a row, see :class:`Row`."""
+def _kind_of(text: bytes, fractions: Fractions) -> Kind:
     if not text:
         return "empty"
     return "unreadable" if fault_of_text(text) else side_of(text, *fractions)

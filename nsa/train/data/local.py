@@ -6,27 +6,31 @@ import bz2
 import gzip
 import io
 import json
+import logging
 import lzma
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from nsa.errors import UserError, check, fail
+from nsa.errors import check
 from nsa.extras import install_command
 from nsa.train.data.documents import FORMATS, fault_of_text, format_of, list_files
 from nsa.train.data.shards import INDEX, PROGRESS, STAMP, TOKENIZER
 from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 
+logger = logging.getLogger(__name__)
+
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-_WHERE, _RULE = ("read_documents", "source"), "hold documents that can be read"
+_WHERE = ("read_documents", "source")
 _CARD = "README.md"
+_SHOWN = 10
 # Files about a data set, also those of shards that were written into the folder of their text.
 _NOTES = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 _NOTES |= {INDEX, PROGRESS, STAMP, TOKENIZER}
@@ -37,7 +41,7 @@ _SPLITS = {
 }
 _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
 _SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(_SPLIT_OF)})(?![^\W\d_])")
-_OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class Place(NamedTuple):
@@ -51,14 +55,12 @@ class Documents(NamedTuple):
     """Consecutive documents of one file.
 
     Attributes:
-        start: place of the first.
-        end: place after the last; equal to ``start`` if the rows before it were skipped.
-        payload: their texts, empty for a row without one, or what was made of the texts.
+        end: position after the last one.
+        texts: the texts, empty for a row without one; no texts if the rows were skipped.
     """
 
-    start: Place
     end: Place
-    payload: Any
+    texts: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Found:
     """Files of a data set.
 
     Attributes:
-        format: ``parquet``, ``json``, ``text``, or on the hub another reader of ``datasets``.
+        format: ``parquet``, ``json`` or ``text``.
         files: names of its files, in the order in which they are read.
         fingerprint: SHA-256 over names and versions of the files (commit on the hub, time of change
             on a disk).
@@ -105,10 +107,12 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-def skipped_files(names: Sequence[str], shown: int = 10) -> str:
-    """Number and first names of files that are not read."""
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return f"skipped files: {len(names):,} ({', '.join(names[:shown])}{more})"
+def warn_of_skipped(names: Sequence[str], advice: str = "") -> None:
+    """Log the number and first names of files that are not read."""
+    if names:
+        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN])
+        logger.warning("skipped files: %s (%s%s)%s", f"{len(names):,}", shown, more, advice)
 
 
 def is_local(origin: Origin) -> bool:
@@ -142,7 +146,7 @@ def find_files(origin: Origin) -> Found:
     first = {kind: name for name, kind in reversed(formats.items())}
     found = f"{' beside '.join(sorted(first.values()))} in {path}"
     hint = "Choose with --pattern (data.pattern), for example '*.txt'."
-    check(len(first) == 1, "read_documents", "source", "hold files of one format", found, hint)
+    check(len(first) == 1, "read_documents", "source", "contain files of one format", found, hint)
     (kind,) = first
     names = _of_split(list(formats), kind, origin.split)
     root = path.parent if is_file else path
@@ -183,35 +187,35 @@ def _split_of(name: str) -> str | None:
 
 
 # --- texts ----------------------------------------------------------------------------------------
-def local_texts(origin: Origin, found: Found, start: Place) -> Iterator[Documents]:
-    """Texts of local files, from a place on."""
-    path = Path(origin.source)
-    root = path.parent if path.is_file() else path
-    read = {"text": _texts_of_file, "json": _texts_of_json, "parquet": _texts_of_parquet}
+def texts_of_files(
+    origin: Origin,
+    found: Found,
+    start: Place,
+    open_file: Callable[[int], AbstractContextManager[Any]],
+) -> Iterator[Documents]:
+    """Texts of files, from a position on.
+
+    Args:
+        origin: the data set.
+        found: its files.
+        start: position to begin at.
+        open_file: opens a file, given by its index, for reading bytes.
+
+    Yields:
+        For each file nothing at first, so that errors can name it, and then its texts in batches.
+    """
+    read = {"text": _whole_text, "json": _json_texts, "parquet": _parquet_texts}
+    rule = "be text, JSON or Parquet"
+    check(found.format in read, *_WHERE, rule, f"{found.format} in {origin.source}")
     for number in range(start.file, len(found.files)):
-        name = root / found.files[number]
-        with faults_of(name):
-            yield from texts_from(start, number, read[found.format](name, origin.text_field))
-
-
-def texts_from(start: Place, number: int, texts: Iterable[bytes]) -> Iterator[Documents]:
-    """Batches of the texts of file ``number``, from the place ``start`` on."""
-    end = Place(number)
-    for batch in batches_of_texts(texts):
-        kept = batch[max(start.row - end.row, 0) :] if number == start.file else batch
-        end = Place(number, end.row + len(batch))
-        yield Documents(Place(number, end.row - len(kept)), end, kept)
-
-
-@contextmanager
-def faults_of(where: Any) -> Iterator[None]:
-    """Context manager: a UserError that names the file in place of errors in its content."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
-        raise UserError(*_WHERE, _RULE, where, sentence(error)) from None
+        yield Documents(Place(number), [])
+        row, first = 0, start.row if number == start.file else 0
+        with open_file(number) as file:
+            texts = read[found.format](file, found.files[number], origin.text_field)
+            for batch in batches_of_texts(texts):
+                kept = batch[max(first - row, 0) :]
+                row += len(batch)
+                yield Documents(Place(number, row), kept)
 
 
 def sentence(error: BaseException) -> str:
@@ -221,57 +225,54 @@ def sentence(error: BaseException) -> str:
     return line[:1].upper() + line[1:] + "."
 
 
-def _open(path: Path) -> Any:
-    """Open a file for reading bytes, decompressed if its name ends as that of a compressed one."""
-    suffix = path.suffix.lower()
+def _decompressed(file: Any, name: str) -> Any:
+    """The file, or one for its content if the name ends as that of a compressed one."""
+    suffix = PurePath(name).suffix.lower()
     if suffix == ".zst":
-        return io.BufferedReader(_arrow(path).CompressedInputStream(str(path), "zstd"))
-    return _OPENERS.get(suffix, Path.open)(path, "rb")
+        return io.BufferedReader(_arrow(name).CompressedInputStream(file, "zstd"))
+    return _OPENERS[suffix](file) if suffix in _OPENERS else file
 
 
-def _arrow(path: Path) -> Any:
+def _arrow(name: str) -> Any:
     """The module ``pyarrow``, a dependency of ``datasets``."""
     rule, hint = "be text or JSON lines without the package pyarrow", install_command("data")
-    is_there = find_spec("pyarrow") is not None
-    check(is_there, "read_documents", "source", rule, path, f"Install with: {hint}")
+    check(find_spec("pyarrow") is not None, *_WHERE, rule, name, f"Install with: {hint}")
     import pyarrow.parquet
 
     return pyarrow
 
 
-def _texts_of_file(path: Path, _: str) -> Iterator[bytes]:
+def _whole_text(file: Any, name: str, _: str) -> Iterator[bytes]:
     """The one document of a text file, byte for byte."""
-    with _open(path) as file:
-        text = file.read()
+    text = _decompressed(file, name).read()
     if fault := fault_of_text(text):
-        fail(*_WHERE, _RULE, path, f"It has {fault}.")
+        raise ValueError(f"It has {fault}")
     yield text
 
 
-def _texts_of_json(path: Path, field: str) -> Iterator[bytes]:
+def _json_texts(file: Any, name: str, field: str) -> Iterator[bytes]:
     """Texts of JSON lines, or of a list of objects or texts; empty for a row without one.
 
     Bytes that are not UTF-8 stay in the text, which is then counted as unreadable.
     """
-    is_known, row = False, dict[str, Any]()
-    with io.TextIOWrapper(_open(path), "utf-8", "surrogateescape", newline="\n") as file:
-        for number, row in enumerate(_json_rows(file, path)):
-            row = {"text": row} if isinstance(row, str) else row
+    is_known, row, where = False, dict[str, Any](), ("read_documents", "text_field")
+    content = _decompressed(file, name)
+    with io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="\n") as lines:
+        for number, row in enumerate(_json_rows(lines)):
+            row = {field: row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                fail(*_WHERE, _RULE, path, f"Row {number + 1} is no object.")
+                raise ValueError(f"Row {number + 1} is no object")
             is_known = is_known or field in row
             if not is_known and number == MAX_TEXTS:
                 break
             text = row.get(field) or ""
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                fail("read_documents", "text_field", f"hold text in {path.name}", kind)
+            is_text = isinstance(text, str)
+            check(is_text, *where, f"contain text in {name}", type(text).__name__)
             yield text.encode("utf-8", "surrogatepass")
-    if row and not is_known:
-        _no_column(field, path.name, row)
+    check(is_known or not row, *where, f"be one of the columns of {name} ({', '.join(row)})", field)
 
 
-def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
+def _json_rows(file: io.TextIOWrapper) -> Iterator[Any]:
     lines = (line for line in file if not line.isspace())
     first = next(lines, "").removeprefix("\ufeff")  # part of the file, not of a text
     if first.lstrip().startswith("["):
@@ -281,32 +282,18 @@ def _json_rows(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                fail(*_WHERE, _RULE, path, f"Row {number} is not JSON: {error}.")
+                raise ValueError(f"Row {number} is not JSON: {error}") from None
             yield row
 
 
-def _texts_of_parquet(path: Path, field: str) -> Iterator[bytes]:
-    arrow = _arrow(path)
-    is_packed = path.suffix.lower() != ".parquet"
-    source = io.BytesIO(_open(path).read()) if is_packed else path
-    with arrow.parquet.ParquetFile(source) as file:
-        names = file.schema_arrow.names
-        if field not in names:
-            _no_column(field, path.name, names)
-        for rows in file.iter_batches(MAX_TEXTS, columns=[field]):
-            yield from column_texts(rows, field, path.name)
-
-
-def column_texts(table: Any, field: str, name: str) -> list[bytes]:
-    """Column of an Arrow table as bytes; empty for a row without text."""
-    if field not in table.column_names:
-        _no_column(field, name, table.column_names)
-    column = table.column(field)
-    is_text = str(column.type) in ("string", "large_string", "string_view")
-    check(is_text, "read_documents", "text_field", f"hold text in {name}", column.type)
-    return column.cast("large_binary").fill_null(b"").to_pylist()
-
-
-def _no_column(field: str, name: str, columns: Iterable[str]) -> NoReturn:
-    rule = f"be one of the columns of {name} ({', '.join(columns)})"
-    fail("read_documents", "text_field", rule, field)
+def _parquet_texts(file: Any, name: str, field: str) -> Iterator[bytes]:
+    where = ("read_documents", "text_field")
+    with _arrow(name).parquet.ParquetFile(file) as rows:
+        columns = rows.schema_arrow.names
+        rule = f"be one of the columns of {name} ({', '.join(columns)})"
+        check(field in columns, *where, rule, field)
+        kind = rows.schema_arrow.field(field).type
+        is_text = str(kind) in ("string", "large_string", "string_view")
+        check(is_text, *where, f"contain text in {name}", kind)
+        for batch in rows.iter_batches(MAX_TEXTS, columns=[field]):
+            yield from batch.column(0).cast("large_binary").fill_null(b"").to_pylist()

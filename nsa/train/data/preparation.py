@@ -9,18 +9,27 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from nsa.errors import check, fail
 from nsa.files import replace_text
 from nsa.train.config import check_fractions
 from nsa.train.data.documents import SIDES, Row, rows_of, tokenise
-from nsa.train.data.local import Documents, Found, Origin, Place, find_files, is_local
+from nsa.train.data.local import (
+    Documents,
+    Origin,
+    Place,
+    find_files,
+    is_local,
+    warn_of_skipped,
+)
 from nsa.train.data.reader import read_documents
 from nsa.train.data.shards import (
     FORMAT,
@@ -33,7 +42,7 @@ from nsa.train.data.shards import (
     read_index,
     with_digest,
 )
-from nsa.train.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, token_dtype
+from nsa.train.data.tokenizer import load_tokenizer, make_tokenizer, token_dtype
 from nsa.train.distributed.launch import check_platform
 
 _LOCK = "prepare.lock"
@@ -87,37 +96,13 @@ class PrepareConfig:
         return self.validation_fraction, self.test_fraction
 
 
-class Report(NamedTuple):
-    """State of a preparation while it runs.
-
-    Attributes:
-        config: configuration.
-        folder: folder of the shards.
-        tokenizer: tokenizer.
-        is_one: whether the data are a single local text, divided as source ``folder`` divides it.
-        found: the data set.
-        progress: JSON of what was done, interrupted attempts included: ``place`` of the next
-            document, ``is_enough`` if ``max_tokens`` was reached, rows ``left_out``, and
-            ``text_bytes`` by split.
-        writers: writer of each split, which counts documents and tokens.
-    """
-
-    config: PrepareConfig
-    folder: Path
-    tokenizer: Tokenizer
-    is_one: bool
-    found: Found
-    progress: dict[str, Any]
-    writers: dict[str, ShardWriter]
-
-
 def prepare(
     config: PrepareConfig,
     out: str | Path,
     *,
     workers: int | None = None,
     time_limit_s: float = 300,
-    on_progress: Callable[[Report], None] = lambda report: None,
+    on_progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Tokenise a data set into shards.
 
@@ -131,7 +116,7 @@ def prepare(
         workers: threads that tokenise; None takes one for each core that this process may use.
             Bytes need one.
         time_limit_s: seconds without a document after which the source is given up.
-        on_progress: called at the beginning and after each batch.
+        on_progress: called with a line about the progress after each batch.
 
     Returns:
         The content of ``index.json``.
@@ -141,8 +126,7 @@ def prepare(
         UserError: it cannot be read, ``out`` belongs to something else, or the disk is full.
     """
     check_platform("prepare")
-    fits, rule = workers is None or 0 < workers <= 1024, "be from 1 to 1024"
-    check(fits, "prepare", "--workers", rule, workers)
+    check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
     threads = 1 if config.tokenizer == "byte" else workers or os.cpu_count() or 1
     folder = Path(out)
     with _in_use(folder):
@@ -150,168 +134,192 @@ def prepare(
             index = read_index(folder)
             _check_request(folder, config, index)
             return index
-        saved = None
-        if (folder / PROGRESS).exists():
-            saved = read_digested(folder / PROGRESS, "Remove the folder to start again.")
-            if saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config):
-                _remove_ours(folder)  # nothing has been read, as after a mistyped column
-                saved = None
-            else:
-                _check_request(folder, config, saved)
-        else:
-            others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
-            rule = "be a new folder, or one that prepare has begun"
-            check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
-        report, batches = _open(config, folder, saved, threads, time_limit_s)
-        with closing(batches):
-            _commit(report)
-            on_progress(report)
-            committed_s = time.monotonic()
-            for batch in () if report.progress["is_enough"] else batches:
-                report.progress["place"] = batch.end
-                if _write(report, batch.payload):
-                    break
-                if time.monotonic() - committed_s > _COMMIT_S:
-                    _commit(report)
-                    committed_s = time.monotonic()
-                on_progress(report)
-        return _finish(report)
+        preparation = _Preparation(config, folder, _saved(config, folder), time_limit_s)
+        preparation.run(threads, on_progress)
+        return preparation.finish()
 
 
-def _open(
-    config: PrepareConfig,
-    folder: Path,
-    saved: dict[str, Any] | None,
-    threads: int,
-    time_limit_s: float,
-) -> tuple[Report, Generator[Documents, None, None]]:
-    """Start a preparation, or continue an interrupted one."""
-    origin, shards, path = config.origin, dict[str, Any](), folder / TOKENIZER
-    progress: dict[str, Any] = {
-        "place": Place(),
-        "is_enough": False,
-        "left_out": {"empty": 0, "unreadable": 0},
-        "text_bytes": dict.fromkeys(SIDES, 0),
-    }
-    local = find_files(origin) if is_local(origin) else None
-    is_one = local is not None and local.format == "text" and len(local.files) == 1
-    if saved is None:
-        wants_text = config.tokenizer == "bpe"
-        texts = _training_sample(config, is_one, time_limit_s) if wants_text else ()
-        tokenizer = make_tokenizer(config, texts)
-    else:
-        origin = replace(origin, revision=saved["found"]["revision"])
-        tokenizer, progress, shards = load_tokenizer(path), saved["progress"], saved["shards"]
-    found, batches = read_documents(
-        origin,
-        partial(tokenise, tokenizer, config.fractions, SIDES, is_one),
-        start=Place(*progress["place"]),
-        time_limit_s=time_limit_s,
-        threads=threads,
-    )
-    if saved is None:
-        tokenizer.save(path)
-    else:
-        rule = "hold the same files as before the interruption"
-        others, hint = f"other files in {origin.source}", "Remove --out to start again."
-        same = saved["found"]["fingerprint"] == found.fingerprint
-        check(same, "prepare", "SOURCE", rule, others, hint)
-    sizes = (tokenizer.vocab_size, config.shard_tokens)
-    writers: dict[str, ShardWriter] = {
-        side: ShardWriter(folder, side, *sizes, shards.get(side, ()))
-        for side in (SIDES if config.test_fraction else SIDES[:2])
-    }
-    return Report(config, folder, tokenizer, is_one, found, progress, writers), batches
+class _Preparation:
+    """A preparation that starts, or continues from the content of ``progress.json``.
 
+    Attributes:
+        is_one: whether the data are a single local text, divided as source ``folder`` divides it.
+        progress: JSON of what was done, interrupted attempts included: ``place`` of the next
+            document, rows ``left_out``, and ``text_bytes`` by split.
+    """
 
-def _training_sample(config: PrepareConfig, is_one: bool, time_limit_s: float) -> list[bytes]:
-    """Training text to learn a vocabulary from."""
-    texts, size = list[bytes](), 0
-    rows = partial(rows_of, fractions=config.fractions, is_one=is_one)
-    _, batches = read_documents(config.origin, rows, time_limit_s=time_limit_s)
-    with closing(batches):
-        for batch in batches:
-            found = [text for kind, text in batch.payload if kind == "train"]
-            texts += found
-            size += sum(map(len, found))
-            if size >= _BPE_SAMPLE_BYTES:
-                break
-    return texts
-
-
-def _write(report: Report, rows: list[Row]) -> bool:
-    """Append rows; returns whether there are enough tokens now."""
-    progress, writers, limit = report.progress, report.writers, report.config.max_tokens
-    for row in rows:
-        if row.kind in progress["left_out"]:
-            progress["left_out"][row.kind] += 1
-            continue
-        progress["text_bytes"][row.kind] += row.num_bytes
-        writers[row.kind].append(row.tokens)
-        if limit is not None and writers["train"].total("tokens") >= limit:
-            progress["is_enough"] = True
-            break
-    return progress["is_enough"]
-
-
-def _commit(report: Report) -> None:
-    """Write the shards first and then their progress, so that the record is never ahead of them."""
-    state = {
-        "request": asdict(report.config),
-        "found": {"fingerprint": report.found.fingerprint, "revision": report.found.revision},
-        "tokenizer_fingerprint": report.tokenizer.fingerprint,
-        "progress": report.progress,
-        "shards": {side: writer.commit() for side, writer in report.writers.items()},
-    }
-    replace_text(report.folder / PROGRESS, json.dumps(with_digest(state)))
-
-
-def _finish(report: Report) -> dict[str, Any]:
-    """Write the index; nothing in it depends on when or in how many attempts data were prepared."""
-    config, folder, tokenizer, is_one, found, progress, writers = report
-    counts = {side: writer.total("documents") for side, writer in writers.items()}
-    if not all(counts.values()):  # the next try may take another fraction
-        _remove_ours(folder)
-        rule, hint = "leave documents in every split", "Change the fraction or take more documents."
-        is_test = bool(counts["train"] and counts["validation"])
-        left = " and ".join(f"{count} for {side}" for side, count in counts.items())
-        value = f"{config.fractions[is_test]}, which leaves {left}"
-        fail("prepare", _OPTIONS[is_test], rule, value, hint)
-    index = {
-        "format": FORMAT,
-        "request": asdict(config),
-        "source": {
-            "name": config.origin.source,
-            "subset": config.origin.subset,
-            "split": config.origin.split,
-            "revision": found.revision,
-            "format": found.format,
-            "num_files": len(found.files),
-            "num_skipped": len(found.skipped),
-            "licence": config.licence or found.licence,
-        },
-        "tokenizer": {
-            name: getattr(tokenizer, name)
-            for name in ("kind", "vocab_size", "separator_id", "fingerprint")
-        },
-        "token_dtype": token_dtype(tokenizer.vocab_size).name,
-        "byte_order": "little",
-        "left_out": progress["left_out"],
-        "split_rule": "tail" if is_one else "hash",
-        "sides": {
-            side: {
-                "tokens": writer.total("tokens"),
-                "documents": counts[side],
-                "text_bytes": progress["text_bytes"][side],
-                "shards": writer.finish(),
+    def __init__(
+        self,
+        config: PrepareConfig,
+        folder: Path,
+        saved: dict[str, Any] | None,
+        time_limit_s: float,
+    ) -> None:
+        self.config, self.folder = config, folder
+        origin, shards = config.origin, dict[str, Any]()
+        local = find_files(origin) if is_local(origin) else None
+        self.is_one = local is not None and local.format == "text" and len(local.files) == 1
+        if saved is None:
+            wants_text = config.tokenizer == "bpe"
+            texts = list(self._training_sample(time_limit_s)) if wants_text else ()
+            self.tokenizer = make_tokenizer(config, texts)
+            self.progress: dict[str, Any] = {
+                "place": Place(),
+                "left_out": {"empty": 0, "unreadable": 0},
+                "text_bytes": dict.fromkeys(SIDES, 0),
             }
-            for side, writer in writers.items()
-        },
-    }
-    index = with_digest(index)
-    replace_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    (folder / PROGRESS).unlink()
-    return index
+        else:
+            origin = replace(origin, revision=saved["found"]["revision"])
+            self.tokenizer = load_tokenizer(folder / TOKENIZER)
+            self.progress, shards = saved["progress"], saved["shards"]
+        start = Place(*self.progress["place"])
+        self.found, self._batches = read_documents(origin, start=start, time_limit_s=time_limit_s)
+        warn_of_skipped(self.found.skipped)
+        if saved is None:
+            self.tokenizer.save(folder / TOKENIZER)
+        else:
+            rule = "contain the same files as before the interruption"
+            others, hint = f"other files in {origin.source}", "Remove --out to start again."
+            same = saved["found"]["fingerprint"] == self.found.fingerprint
+            check(same, "prepare", "SOURCE", rule, others, hint)
+        sizes = (self.tokenizer.vocab_size, config.shard_tokens)
+        self.writers: dict[str, ShardWriter] = {
+            side: ShardWriter(folder, side, *sizes, shards.get(side, ()))
+            for side in (SIDES if config.test_fraction else SIDES[:2])
+        }
+
+    def _training_sample(self, time_limit_s: float) -> Iterator[bytes]:
+        """Training text to learn a vocabulary from."""
+        size = 0
+        _, batches = read_documents(self.config.origin, time_limit_s=time_limit_s)
+        with closing(batches):
+            for batch in batches:
+                for kind, text in rows_of(batch.texts, self.config.fractions, self.is_one):
+                    if kind == "train":
+                        yield text
+                        size += len(text)
+                if size >= _BPE_SAMPLE_BYTES:
+                    return
+
+    def run(self, threads: int, on_progress: Callable[[str], object]) -> None:
+        """Write shards, and commit them every few seconds."""
+        tokenised = partial(tokenise, self.tokenizer, self.config.fractions, SIDES, self.is_one)
+        begin_s = committed_s = time.monotonic()
+        before = sum(self.progress["text_bytes"].values())
+        with closing(self._batches):
+            self._commit()
+            batches = _in_threads(tokenised, self._batches, threads)
+            while not self._is_enough() and (batch := next(batches, None)):
+                self.progress["place"], rows = batch
+                self._write(rows)
+                now = time.monotonic()
+                if now - committed_s > _COMMIT_S:
+                    self._commit()
+                    committed_s = now
+                on_progress(self._line(before, now - begin_s))
+
+    def _is_enough(self) -> bool:
+        limit = self.config.max_tokens
+        return limit is not None and self.writers["train"].total("tokens") >= limit
+
+    def _line(self, before: int, seconds: float) -> str:
+        """Progress in one line; the speed is that since ``before`` bytes of text."""
+        size = sum(self.progress["text_bytes"].values())
+        tokens, documents = (
+            sum(writer.total(what) for writer in self.writers.values())
+            for what in ("tokens", "documents")
+        )
+        file, files = self.progress["place"][0] + 1, len(self.found.files)
+        return (
+            f"{(size - before) / 1e6 / max(seconds, 1e-9):.1f} MB/s | {size / 1e9:.2f} GB of text "
+            f"| {tokens:,} tokens | {documents:,} documents | file {file} of {files}"
+        )
+
+    def _write(self, rows: list[Row]) -> None:
+        """Append rows until there are enough tokens."""
+        for row in rows:
+            if row.kind in self.writers:
+                self.progress["text_bytes"][row.kind] += row.num_bytes
+                self.writers[row.kind].append(row.tokens)
+                if self._is_enough():
+                    return
+            else:
+                self.progress["left_out"][row.kind] += 1
+
+    def _commit(self) -> None:
+        """Write the shards first and then their progress, so that it is never ahead of them."""
+        state = {
+            "request": asdict(self.config),
+            "found": {"fingerprint": self.found.fingerprint, "revision": self.found.revision},
+            "progress": self.progress,
+            "shards": {side: writer.commit() for side, writer in self.writers.items()},
+        }
+        replace_text(self.folder / PROGRESS, json.dumps(with_digest(state)))
+
+    def finish(self) -> dict[str, Any]:
+        """Write and return the index, which depends on the options and the documents alone."""
+        config, folder, found, tokenizer = self.config, self.folder, self.found, self.tokenizer
+        counts = {side: writer.total("documents") for side, writer in self.writers.items()}
+        if not all(counts.values()):  # the next try may take another fraction
+            _remove_ours(folder)
+            rule = "leave documents in every split"
+            hint = "Change the fraction or take more documents."
+            is_test = bool(counts["train"] and counts["validation"])
+            left = " and ".join(f"{count} for {side}" for side, count in counts.items())
+            value = f"{config.fractions[is_test]}, which leaves {left}"
+            fail("prepare", _OPTIONS[is_test], rule, value, hint)
+        request = asdict(config)
+        origin, text_bytes = request["origin"], self.progress["text_bytes"]
+        index = {
+            "format": FORMAT,
+            "request": request,
+            "source": {
+                "name": origin["source"],
+                "subset": origin["subset"],
+                "split": origin["split"],
+                "revision": found.revision,
+                "format": found.format,
+                "num_files": len(found.files),
+                "num_skipped": len(found.skipped),
+                "licence": config.licence or found.licence,
+            },
+            "tokenizer": {
+                name: getattr(tokenizer, name)
+                for name in ("kind", "vocab_size", "separator_id", "fingerprint")
+            },
+            "token_dtype": token_dtype(tokenizer.vocab_size).name,
+            "byte_order": "little",
+            "left_out": self.progress["left_out"],
+            "split_rule": "tail" if self.is_one else "hash",
+            "sides": {
+                side: {
+                    "tokens": writer.total("tokens"),
+                    "documents": counts[side],
+                    "text_bytes": text_bytes[side],
+                    "shards": writer.finish(),
+                }
+                for side, writer in self.writers.items()
+            },
+        }
+        index = with_digest(index)
+        replace_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+        (folder / PROGRESS).unlink()
+        return index
+
+
+def _in_threads(
+    transform: Callable[[list[bytes]], list[Row]], batches: Iterable[Documents], threads: int
+) -> Iterator[tuple[Place, list[Row]]]:
+    """Transformed texts of each batch in order, with the position after it."""
+    waiting = deque[tuple[Place, Future[list[Row]]]]()
+    with ThreadPoolExecutor(threads) as pool:
+        for batch in batches:
+            waiting.append((batch.end, pool.submit(transform, batch.texts)))
+            if len(waiting) >= threads:  # one thread: a read that hangs delays nothing
+                end, rows = waiting.popleft()
+                yield end, rows.result()
+        for end, rows in waiting:
+            yield end, rows.result()
 
 
 # --- folder ---------------------------------------------------------------------------------------
@@ -339,6 +347,21 @@ def _in_use(folder: Path) -> Iterator[None]:
         hint = "Make room and give the same command again: it goes on where it stopped."
         found = f"'{error.strerror}' in {folder}"
         fail("prepare", "--out", "have room for the shards", found, hint)
+
+
+def _saved(config: PrepareConfig, folder: Path) -> dict[str, Any] | None:
+    """Content of ``progress.json``; None for a new preparation."""
+    if not (folder / PROGRESS).exists():
+        others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
+        rule = "be a new folder, or one that prepare has begun"
+        check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
+        return None
+    saved = read_digested(folder / PROGRESS, "Remove the folder to start again.")
+    if saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config):
+        _remove_ours(folder)  # nothing has been read, as after a mistyped column
+        return None
+    _check_request(folder, config, saved)
+    return saved
 
 
 def _check_request(folder: Path, config: PrepareConfig, saved: dict[str, Any]) -> None:

@@ -7,29 +7,25 @@ broke off. ``datasets`` is imported in that process only.
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
+from nsa.train.data.batch import DataUnavailableError
 from nsa.train.data.documents import COMPRESSED, FORMATS
 from nsa.train.data.local import (
     READ_ERRORS,
@@ -37,19 +33,15 @@ from nsa.train.data.local import (
     Found,
     Origin,
     Place,
-    column_texts,
-    faults_of,
     find_files,
     is_local,
-    local_texts,
     sentence,
-    texts_from,
+    texts_of_files,
 )
-from nsa.train.data.source import DataUnavailableError
-from nsa.train.data.tokenizer import MAX_TEXTS, fingerprint_of
+from nsa.train.data.tokenizer import fingerprint_of
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +71,7 @@ class Pace:
 
 
 def read_documents(
-    origin: Origin,
-    transform: Callable[[list[bytes]], Any],
-    *,
-    start: Place = Place(),  # noqa: B008 a named tuple does not change
-    time_limit_s: float,
-    threads: int = 1,
+    origin: Origin, *, start: Place | None = None, time_limit_s: float
 ) -> tuple[Found, Generator[Documents, None, None]]:
     """Read documents in the data set's own order.
 
@@ -95,11 +82,8 @@ def read_documents(
 
     Args:
         origin: data set to read.
-        transform: function of the texts of each batch, called in threads; an empty text stands for
-            a row without one.
-        start: place to begin at.
+        start: position to begin at; None begins at the first document.
         time_limit_s: seconds without a document after which reading is given up.
-        threads: batches that are transformed at the same time.
 
     Returns:
         The files that were found, and the documents; closing the generator ends the process.
@@ -109,13 +93,16 @@ def read_documents(
         UserError: it cannot be read as documents.
     """
     check(time_limit_s > 0, "read_documents", "time_limit_s", "be positive", time_limit_s)
-    path = Path(origin.source)
+    path, start = Path(origin.source), start or Place()
     is_file_name = path.suffix in (*FORMATS, *COMPRESSED)
     if not path.exists() and (is_file_name or not _HUB_NAME.fullmatch(origin.source)):
         _unavailable("exist", origin.source, "It is no name on the hub.")
     if is_local(origin):
         found = find_files(origin)
-        texts = local_texts(origin, found, start)
+        root = path.parent if path.is_file() else path
+        texts = texts_of_files(
+            origin, found, start, lambda number: (root / found.files[number]).open("rb")
+        )
     else:
         rule = "be text or JSON lines on this machine, where the package datasets is not installed"
         hint = f"Install with: {install_command('data')}"
@@ -125,41 +112,33 @@ def read_documents(
         check(origin.pattern is None, "read_documents", "pattern", rule, origin.pattern)
         messages = _from_process(origin, start, time_limit_s)
         found, texts = next(messages), messages
-    return found, _transformed(texts, transform, threads, origin.source, start.row)
+    return found, _after(texts, found, origin.source, start.row)
 
 
-def _transformed(
-    texts: Iterator[Documents],
-    transform: Callable[[list[bytes]], Any],
-    threads: int,
-    source: str,
-    skipped: int,
+def _after(
+    batches: Iterator[Documents], found: Found, source: str, skipped: int
 ) -> Generator[Documents, None, None]:
-    def make(batch: Documents) -> Documents:
-        return batch._replace(payload=transform(batch.payload))
-
-    waiting, pace = deque[Future[Documents]](), Pace()
-    pool = ThreadPoolExecutor(threads)
+    """Batches with texts; logs how many rows were skipped, and names the file of an error."""
+    pace, file = Pace(), 0
     try:
-        for batch in texts:
-            if batch.payload:
-                waiting.append(pool.submit(make, batch))
+        for batch in batches:
+            file = batch.end.file
+            if batch.texts:
+                yield batch
             elif batch.end.row and pace.is_due():
                 what = "file %d of %s: %d of %d rows skipped"
-                logger.info(what, batch.end.file + 1, source, batch.end.row, skipped)
-            if len(waiting) >= threads:  # one thread: a read that hangs holds back nothing
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        # Without waiting: garbage collection may close the generator in a thread of the pool.
-        pool.shutdown(wait=False, cancel_futures=True)
+                logger.info(what, file + 1, source, batch.end.row, skipped)
+    except UserError:
+        raise
+    except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
+        name, rule = found.files[file], "contain documents that can be read"
+        where = source if Path(source).is_file() else f"{name} of {source}"
+        raise UserError("read_documents", "source", rule, where, sentence(error)) from None
 
 
 def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generator[Any, None, None]:
-    """The files that were found, then texts, from as many reading processes as it takes."""
-    found: Found | None = None
-    attempt, left_s, file = 0, time_limit_s, start.file
+    """The files that were found, then texts; a process that fails is replaced by another one."""
+    is_known, attempt, left_s = False, 0, time_limit_s
     while True:
         with _reading_process(origin, start) as connection:
             while True:
@@ -170,38 +149,31 @@ def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generato
                         message = connection.recv()
                 except (EOFError, OSError):  # also in the middle of a message
                     message = OSError("The reading process died; memory may have run out.")
-                match message:
-                    case None:
-                        return
-                    case Documents():
-                        file = message.end.file
-                        if message.payload:
-                            attempt, left_s, start = 0, time_limit_s, message.end
-                        yield message
-                    case Found():
-                        if found is None:
-                            found, origin = message, replace(origin, revision=message.revision)
-                            yield found
-                    case OSError() as failure:
-                        break
-                    case error:
-                        where = (
-                            f"{found.files[file]} of {origin.source}" if found else origin.source
-                        )
-                        with faults_of(where):
-                            raise error
-        if isinstance(failure, ConnectionError) and found is None:
+                if isinstance(message, OSError):
+                    break
+                if isinstance(message, Exception):
+                    raise message
+                if message is None:
+                    return
+                if isinstance(message, Documents):
+                    if message.texts:
+                        attempt, left_s, start = 0, time_limit_s, message.end
+                    yield message
+                elif not is_known:
+                    is_known, origin = True, replace(origin, revision=message.revision)
+                    yield message
+        if isinstance(message, ConnectionError) and not is_known:
             where = f"{origin.source} (there is no such file or folder here)"
-            hint = f"{failure} Check the network, or give a copy on this machine."
+            hint = f"{message} Check the network, or give a copy on this machine."
             _unavailable("be reachable", where, hint)
         pause = min(2.0**attempt, _LONGEST_PAUSE_S)
         attempt += 1
         left_s -= time.monotonic() - begin + pause
         if left_s < 0:
             rule = f"send documents within the time limit of {time_limit_s:g} s"
-            hint = f"Attempts: {attempt}, the last one: {failure}"
+            hint = f"Attempts: {attempt}, the last one: {message}"
             _unavailable(rule, f"none from {origin.source}", hint)
-        logger.warning("reading %s again in %.0f s: %s", origin.source, pause, failure)
+        logger.warning("reading %s again in %.0f s: %s", origin.source, pause, message)
         time.sleep(pause)
 
 
@@ -259,31 +231,20 @@ def _failure(error: BaseException, source: str) -> Exception:
 def _read_hub(origin: Origin, start: Place) -> Iterator[Found | Documents]:
     """Files of a data set of the hub, or of a local copy, and then their texts."""
     import datasets
+    import huggingface_hub
 
     datasets.disable_progress_bars()
-    # The lock of its own, between processes, would outlive a process that is killed.
+    # Its lock between processes would outlive a process that is killed.
     datasets.utils.tqdm.set_lock(threading.RLock())
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an exception reports the same
-    builder, found = _open_hub(origin)
+    found, urls = _find_hub(origin)
     yield found
-    config, split = builder.config, origin.split
-    files = config.data_files[split]
-    for number in range(start.file, len(files)):
-        yield Documents(Place(number), Place(number), [])
-        config.data_files = {split: files[number : number + 1]}
-        try:
-            rows = builder.as_streaming_dataset(split=split).with_format("arrow")
-        except StopIteration:  # of the JSON reader, for an empty file
-            continue
-        tables = (
-            column_texts(table, origin.text_field, found.files[number])
-            for table in rows.iter(batch_size=MAX_TEXTS)
-        )
-        yield from texts_from(start, number, chain.from_iterable(tables))
+    opener = open if Path(origin.source).exists() else huggingface_hub.HfFileSystem().open
+    yield from texts_of_files(origin, found, start, lambda number: opener(urls[number], "rb"))
 
 
-def _open_hub(origin: Origin) -> tuple[datasets.DatasetBuilder, Found]:
-    """Find the files of a data set of the hub, or of a local copy.
+def _find_hub(origin: Origin) -> tuple[Found, list[str]]:
+    """Files of a data set of the hub, or of a local copy, and their addresses.
 
     Raises:
         DataUnavailableError: it does not exist.
@@ -303,22 +264,12 @@ def _open_hub(origin: Origin) -> tuple[datasets.DatasetBuilder, Found]:
     files = builder.config.data_files or {}
     rule = f"be one of {', '.join(map(str, files)) or 'none'}"
     check(origin.split in files, "read_documents", "split", rule, origin.split)
-    if builder.name == "parquet":  # decoded in pieces, not by row groups, which may be large
-        builder.config.batch_size = MAX_TEXTS
-    if builder.name == "text":  # a file is one document, not one a line
-        builder.config.sample_by = "document"
-        # The reader would turn every end of line into a newline.
-        reader = vars(sys.modules[type(builder).__module__])
-        reader["open"] = partial(_open_text, reader.get("open", open))
-    names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", name) for name in files[origin.split]]
+    urls = files[origin.split]
+    names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", url) for url in urls]
     if path.exists():
         names = [os.path.relpath(name, path) for name in names]
-    fingerprint = fingerprint_of([names, files[origin.split].origin_metadata])
-    return builder, Found(builder.name, tuple(names), fingerprint, revision, licence)
-
-
-def _open_text(opener: Callable[..., Any], path: str, **how: Any) -> io.TextIOWrapper:
-    return io.TextIOWrapper(opener(path, "rb"), newline="", **how)
+    fingerprint = fingerprint_of([names, urls.origin_metadata])
+    return Found(builder.name, tuple(names), fingerprint, revision, licence), urls
 
 
 def _ask_hub(origin: Origin) -> tuple[str | None, str | None]:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.errors import UserError, check, fail
+from nsa.errors import check
 from nsa.files import replace_text
+from nsa.train.data.batch import DataUnavailableError, TextSource
 from nsa.train.data.documents import Side
-from nsa.train.data.source import DataUnavailableError, TextSource
 from nsa.train.data.tokenizer import (
     Ids,
     Tokenizer,
@@ -154,14 +154,10 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
         UserError: a file is missing, of the wrong size or damaged, or the index does not fit.
     """
     folder = Path(path)
-    index, where = read_index(folder), ("open_shards", f"{folder / TOKENIZER}")
-    try:
-        tokenizer = load_tokenizer(folder / TOKENIZER)
-    except UserError as error:
-        fail(*where, error.rule, error.value, _REPAIR)
-    wanted = index["tokenizer"]["fingerprint"]
+    index, path = read_index(folder), folder / TOKENIZER
+    tokenizer, wanted = load_tokenizer(path), index["tokenizer"]["fingerprint"]
     rule = f"have the fingerprint of {INDEX} ({wanted})"
-    check(tokenizer.fingerprint == wanted, *where, rule, tokenizer.fingerprint)
+    check(tokenizer.fingerprint == wanted, "open_shards", f"{path}", rule, tokenizer.fingerprint)
     shards = ShardFolder(folder, index, tokenizer)
     state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
     stamp = json.dumps({"index": index["sha256"], "files": state}).encode()

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa.errors import check
+from nsa.train.data.batch import TokenSource
 from nsa.train.data.documents import SIDES, Side
-from nsa.train.data.source import TokenSource
 from nsa.train.data.tokenizer import Ids
 
 Mask = NDArray[np.bool_]
 
-NUM_WINDOWS = {"train": 1 << 20, "validation": 1 << 12}
+NUM_SEQUENCES = {"train": 1 << 20, "validation": 1 << 12}
 _MARKER = 0
 _VALUE_LEN = 8
 _MAX_KEYS = 64
@@ -80,14 +80,14 @@ class SyntheticSource(TokenSource):
         self._side = side
         self._key = (seed, SIDES.index(side), list(TASKS).index(task))
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """See :class:`TokenSource`: 2**20 for training, 2**12 for validation."""
         shortest, _ = TASKS[self.task]
         rule = f"be at least {shortest} for {self.task}"
         check(seq_len >= shortest, "SyntheticSource", "seq_len", rule, seq_len)
-        return NUM_WINDOWS[self._side]
+        return NUM_SEQUENCES[self._side]
 
-    def window(self, seq_len: int, index: int) -> Ids:
+    def sequence(self, seq_len: int, index: int) -> Ids:
         """See :class:`TokenSource`."""
         return self._make(seq_len, index)[0]
 

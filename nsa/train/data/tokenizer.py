@@ -178,7 +178,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> list[int]:
         """See :class:`Tokenizer`."""
         raw = text if isinstance(text, bytes) else _checked(text).encode()
-        place, rule = raw.find(b"\0"), "hold no NUL byte, which is the separator"
+        place, rule = raw.find(b"\0"), "contain no NUL byte, which is the separator"
         fits = place < 0 or self.separator_id is None
         check(fits, "ByteTokenizer", "text", rule, f"one at offset {place}")
         return list(raw)
@@ -282,7 +282,7 @@ def make_tokenizer(
     path = str(config.tokenizer_path)
     where = ("make_tokenizer", "data.tokenizer_path")
     definition = _read_json(path, "data.tokenizer_path")
-    is_library = isinstance(definition, dict) and isinstance(definition.get("model"), dict)
+    is_library = isinstance(definition.get("model"), dict)
     check(is_library, *where, "be a JSON file of the tokenizers library", path)
     _try_out(path, definition)
     backend = _backend(definition)
@@ -329,16 +329,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ValueError: the file is missing, of another form, or changed since it was written.
     """
     saved = _read_json(path, "path")
-    names = ("kind", "separator", "tokenizer", "fingerprint")
-    values: list[Any] = [saved.get(name) for name in names] if isinstance(saved, dict) else 4 * [0]
-    kind, separator, definition, fingerprint = values
-    fits = fingerprint == fingerprint_of({"separator": separator, "tokenizer": definition})
-    fits = fits and kind in ("byte", "gpt2", "bpe", "file")
-    fits = fits and (kind == "byte") == (definition is None)
+    definition: dict[str, Any] = {name: saved.get(name) for name in ("separator", "tokenizer")}
+    fits = saved.get("fingerprint") == fingerprint_of(definition)
     check(fits, "load_tokenizer", "path", "be an undamaged tokenizer file of a run folder", path)
-    if kind == "byte":
-        return ByteTokenizer(separator=separator is not None)
-    return SubwordTokenizer(kind, definition, separator)
+    if definition["tokenizer"] is None:
+        return ByteTokenizer(separator=definition["separator"] is not None)
+    return SubwordTokenizer(saved["kind"], definition["tokenizer"], definition["separator"])
 
 
 def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
@@ -446,9 +442,13 @@ def _checked(text: str | bytes) -> str:
         fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
 
 
-def _read_json(path: str | Path, argument: str) -> Any:
+def _read_json(path: str | Path, argument: str) -> dict[str, Any]:
     check(Path(path).is_file(), "load_tokenizer", argument, "name an existing file", path)
+    fault: Any = "no object"
     try:
-        return json.loads(Path(path).read_text("utf-8"))
+        found = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        fail("load_tokenizer", argument, "be a JSON file", path, f"{error}.")
+        found, fault = None, error
+    is_object = isinstance(found, dict)
+    check(is_object, "load_tokenizer", argument, "be a JSON file", path, f"{fault}.")
+    return found

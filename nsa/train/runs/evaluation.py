@@ -31,18 +31,18 @@ from nsa.train.data import (
 )
 from nsa.train.data.tokenizer import Ids
 from nsa.train.evaluation import (
+    EvaluationText,
     Measurement,
-    RollingWindows,
-    SplitWindows,
-    Windows,
+    RollingSequences,
+    SplitSequences,
     in_words,
     measure,
     paired_difference,
+    repeated_passages,
 )
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
-from nsa.train.repetition import repeated_passages
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
 
@@ -121,7 +121,7 @@ class _Text(NamedTuple):
     kind: str
     name: str
     source: TokenSource
-    windows: Windows
+    windows: EvaluationText
     data: DataBundle | None
 
 
@@ -134,7 +134,7 @@ def evaluate_run(
     text: str | None = None,
     seq_len: int | None = None,
     device: str = "auto",
-    num_windows: int | None = None,
+    num_sequences: int | None = None,
     micro_batch: int | None = None,
     save: Path | None = None,
     repeat: int | None = None,
@@ -149,10 +149,11 @@ def evaluate_run(
         text: file or folder of text, ``-`` for standard input; None takes the split.
         seq_len: tokens of a sequence; None takes the run's.
         device: ``auto``, ``cpu`` or ``cuda``.
-        num_windows: sequences to measure, evenly spaced in the text; None for all.
+        num_sequences: sequences to measure, evenly spaced in the text; None for all.
         micro_batch: sequences computed at a time; None takes the run's.
         save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
-        repeat: tokens of a passage that the model has to repeat, see :mod:`nsa.train.repetition`.
+        repeat: tokens of a passage that the model has to repeat, see
+            :func:`nsa.train.evaluation.repeated_passages`.
 
     Yields:
         Findings, each as soon as it is known.
@@ -164,7 +165,7 @@ def evaluate_run(
     config = folder.load_config()
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
-    for name, value in (("windows", num_windows), ("micro-batch", size), ("seq-len", seq_len)):
+    for name, value in (("windows", num_sequences), ("micro-batch", size), ("seq-len", seq_len)):
         check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
     check_output("eval", "--save", save, is_new=True)
     if text is not None:
@@ -176,13 +177,13 @@ def evaluate_run(
         _check_comparable(path, other, split if text is None else None)
     part = _text(folder, config, path, split, text, seq_len)
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
-    number = min(num_windows or len(part.windows), len(part.windows))
+    number = min(num_sequences or len(part.windows), len(part.windows))
 
-    def measured(loss: NextTokenLoss, windows: Windows) -> Measurement:
+    def measured(loss: NextTokenLoss, windows: EvaluationText) -> Measurement:
         return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
 
     def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
-        found = [one.figures(measured(loss, one.windows(seq_len))) for one in passages]
+        found = [one.figures(measured(loss, one.sequences(seq_len))) for one in passages]
         if found:
             yield Finding(_repeats(found), {name: found})
 
@@ -228,7 +229,7 @@ def _text(
     if text is not None:
         whole = read_text("eval", folder, text)
         name = "standard input" if text == "-" else text
-        return _Text("text", name, whole, RollingWindows(whole, seq_len), None)
+        return _Text("text", name, whole, RollingSequences(whole, seq_len), None)
     data = open_data(
         config.data,
         seed=config.seed,
@@ -244,11 +245,11 @@ def _text(
     if source is None:
         hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
         fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
-    if source.num_windows(seq_len) == 0:
+    if source.num_sequences(seq_len) == 0:
         assert isinstance(source, TextSource)
         rule = f"be below the {source.num_tokens} tokens of the {split} text"
         fail("eval", "--seq-len", rule, seq_len)
-    windows = SplitWindows(source, seq_len, document_mask=config.data.document_mask)
+    windows = SplitSequences(source, seq_len, document_mask=config.data.document_mask)
     return _Text(split, config.data.source, source, windows, data)
 
 
@@ -322,8 +323,8 @@ def _baseline(
         first = train.read(0, _BIGRAM_TOKENS)
         train = TextSource([first], train.separator_id, train.token_bytes)
     assert isinstance(source, TextSource), "a split without text"
-    tokens: Ids = np.stack([source.window(seq_len, index) for index in chosen])
-    bigram = bigram_bits_per_byte(train, source, windows=tokens)
+    tokens: Ids = np.stack([source.sequence(seq_len, index) for index in chosen])
+    bigram = bigram_bits_per_byte(train, source, sequences=tokens)
     is_part = train.num_tokens < data.description["train_tokens"]
     counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
     line = f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text"

@@ -313,9 +313,9 @@ def _tokens(
             seq_len=config.seq_len,
             run_folder_tokenizer=folder.tokenizer,
         )
-        enough, rule = data.validation.num_windows(count) > 0, "fit into the validation text"
+        enough, rule = data.validation.num_sequences(count) > 0, "fit into the validation text"
         check(enough, "inspect", "--tokens", rule, count, "Give fewer, or another --text.")
-        tokens, name = data.validation.window(count, 0)[:count], "validation text"
+        tokens, name = data.validation.sequence(count, 0)[:count], "validation text"
         separator_id = data.validation.separator_id
     if config.data.document_mask and separator_id is not None:
         ends = np.flatnonzero(tokens == separator_id) + 1

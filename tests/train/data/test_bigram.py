@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from nsa.train.config import DataConfig
-from nsa.train.data import TextSource, bigram, bigram_bits_per_byte, open_data
+from nsa.train.data import TextSource, bigram, bigram_bits_per_byte
 
 BYTES = np.ones(256, dtype=np.int64)
 BYTES[0] = 0
@@ -29,11 +28,20 @@ def markov_source(length: int, seed: int) -> tuple[TextSource, float]:
     return source_of(np.array(states) + 97), -float((powers[:, None] * bits).sum())
 
 
-def test_reaches_the_entropy_of_a_bigram_process():
+@pytest.mark.parametrize("size", [1, 4])
+def test_reaches_the_entropy_of_a_bigram_process(size):
+    """In bits per byte, of tokens of any number of bytes; for the sequences that are given."""
     train, entropy = markov_source(60_000, seed=2)
-    assert 0.5 < entropy < 2.5
     validation, _ = markov_source(60_000, seed=3)
-    assert bigram_bits_per_byte(train, validation) == pytest.approx(entropy, rel=0.02)
+    validation.token_bytes = size * BYTES
+    noise = np.random.default_rng(0).integers(97, 105, size=60_000)
+    both = source_of(np.concatenate((validation.tokens, noise)), size * BYTES)
+    sequences = np.stack([both.sequence(5000, index) for index in range(12)])
+    for found in (
+        bigram_bits_per_byte(train, validation),
+        bigram_bits_per_byte(train, both, sequences=sequences),
+    ):
+        assert found * size == pytest.approx(entropy, rel=0.02)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 5000])  # both ways of counting
@@ -50,8 +58,10 @@ def test_probabilities_are_those_of_the_formula(vocab_size, alpha, beta):
             unigram = (count + beta) / (len(pairs) + beta * vocab_size)
             seen, total = pairs.count((first, second)), sum(pair[0] == first for pair in pairs)
             expected -= math.log2((seen + alpha * unigram) / (total + alpha))
-    counts, measured = (bigram._Pairs(tokens, vocab_size, 0) for tokens in (train, text))
-    assert counts.bits(measured, alpha, beta) == pytest.approx(expected, rel=1e-12)
+    counts, measured = (bigram._count(tokens, vocab_size, 0) for tokens in (train, text))
+    assert bigram._bits(counts, measured, vocab_size, alpha, beta) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_validation_plays_no_part_in_the_smoothing(monkeypatch):
@@ -67,29 +77,3 @@ def test_validation_plays_no_part_in_the_smoothing(monkeypatch):
             patch.setattr(bigram, "_UNIGRAM_PRIORS", (beta,))
             matches += [bigram_bits_per_byte(train, text) for text in texts] == free
     assert matches == 1
-
-
-def test_bytes_not_tokens_are_the_unit():
-    tokens = np.random.default_rng(0).integers(1, 4, size=(2, 5000))
-    train, text = (source_of(each, np.array([0, 4, 4, 4])) for each in tokens)
-    assert bigram_bits_per_byte(train, text) * 4 == pytest.approx(math.log2(3), rel=0.01)
-
-
-def test_windows_alone_can_be_measured():
-    train, _ = markov_source(3_000, seed=2)
-    easy, hard = np.full(200, 97), np.random.default_rng(0).integers(97, 105, size=200)
-    both = source_of(np.concatenate((easy, hard)))
-    first = bigram_bits_per_byte(train, both, windows=both.window(199, 0)[None])
-    assert first == bigram_bits_per_byte(train, source_of(easy))
-    halves = np.stack([both.window(99, index) for index in (0, 1)])  # no pair across them
-    alone = bigram_bits_per_byte(train, source_of(easy[:199]), windows=halves)
-    assert alone == pytest.approx(first, rel=1e-12)
-    assert first != pytest.approx(bigram_bits_per_byte(train, both), rel=1e-3)
-
-
-def test_corpus_baseline():
-    data = open_data(DataConfig(), seed=0, seq_len=256)
-    assert isinstance(data.train, TextSource)
-    assert isinstance(data.validation, TextSource)
-    # Letters of English given the letter before; other plays measure 3.6 to 3.8.
-    assert 3.2 < bigram_bits_per_byte(data.train, data.validation) < 4.2

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import re
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from nsa.train.config import DataConfig
-from nsa.train.data import Document, fault_of_text, folder_files, open_data
-from nsa.train.data.documents import corpus_files, stdlib_files
+from nsa.train.data import Document, folder_files, open_data
+from nsa.train.data.documents import corpus_files
 
 CORPUS = Path(__file__).parents[3] / "nsa" / "train" / "data" / "corpus"
 
@@ -19,22 +17,9 @@ def test_corpus_is_whole_plays_as_they_came():
     assert len(plays) == 8
     for name, play in plays.items():
         assert b"by William Shakespeare" in play.text[:200]
-        assert re.search(rb"Exeunt|Exit|set me free|THE END", play.text[-400:])
-        row = next(line for line in note.splitlines() if f"`{name}`" in line)
-        assert f"{len(play.text):,}" in row
+        assert f"`{name}`" in note
     assert sum(len(play.text) for play in plays.values()) == 1_040_696
     assert plays["hamlet.txt"].sha256.startswith("bbe5635616c6e0e0")
-
-
-def test_stdlib_is_sorted_and_skips_what_is_not_text():
-    files = stdlib_files()
-    names = [document.name for document in files.documents]
-    assert names == sorted(names)
-    assert {"json/decoder.py", "argparse.py"} <= set(names)
-    assert not [name for name in names if "site-packages" in name or "dist-packages" in name]
-    assert not [document.name for document in files.documents if fault_of_text(document.text)]
-    root = Path(sysconfig.get_paths()["stdlib"])
-    assert all(fault_of_text((root / name).read_bytes()) for name in files.skipped)
 
 
 def test_folder_is_recursive_sorted_and_without_hidden_files(tmp_path):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +19,6 @@ from nsa.train.data import (
     DataUnavailableError,
     Origin,
     PrepareConfig,
-    ShardSource,
-    StreamSource,
-    TextSource,
     open_data,
     prepare,
 )
@@ -71,27 +66,10 @@ def run(folder: Path, data: DataConfig, resume: bool = False, **changes: Any) ->
 
 
 def evaluation(folder: Path) -> list[str]:
-    return [found.line for found in evaluate_run(RunFolder.open(folder), num_windows=2)]
+    return [found.line for found in evaluate_run(RunFolder.open(folder), num_sequences=2)]
 
 
 # --- opening the data -----------------------------------------------------------------------------
-def test_shards_and_stream_have_the_same_text(shards, source):
-    prepared, streamed = opened(shards), opened(stream_of(source))
-    train, validation = prepared.train, prepared.validation
-    assert isinstance(train, ShardSource)
-    assert isinstance(validation, ShardSource)
-    assert isinstance(streamed.train, StreamSource)
-    assert isinstance(streamed.validation, TextSource)
-    for index in range(train.num_windows(64)):
-        assert (train.window(64, index) == streamed.train.window(64, index)).all()
-    tokens = streamed.validation.tokens
-    assert 2000 <= len(tokens) < 3000
-    assert (validation.read(0, len(tokens)) == tokens).all()
-    streamed.train.close()
-    assert prepared.description["train_tokens"] == train.num_tokens
-    assert prepared.description["train_bytes"] == int(train.token_bytes[train.read(0, 10**9)].sum())
-    assert prepared.description["provenance"].endswith("split train. Licence: CC0.")
-    assert "train_windows" not in streamed.description
 
 
 def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
@@ -106,7 +84,7 @@ def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
         (
             bpe,
             {"run_folder_tokenizer": path},
-            r"data\.path must hold shards of the run's tokenizer",
+            r"data\.path must contain shards of the run's tokenizer",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -114,18 +92,24 @@ def test_mistakes_in_what_is_opened_are_named(shards, source, tmp_path):
     assert opened(bpe).tokenizer.vocab_size == 301
 
 
-@pytest.mark.parametrize(("kind", "tokenizer"), [("shards", "gpt2"), ("stream", "byte")])
-def test_synthetic_data_stand_in_only_if_asked_for(kind, tokenizer, shards, tmp_path, caplog):
+def test_synthetic_data_only_if_asked_for(shards, tmp_path, caplog):
     path = str(tmp_path / "not" / "there")
-    config = DataConfig(kind, path, tokenizer=tokenizer)
-    with pytest.raises(DataUnavailableError):
-        opened(config)
-    data = opened(dataclasses.replace(config, synthetic_fallback="copy"))
-    assert (data.description["synthetic"], data.description["source"]) == (True, "copy")
-    assert data.tokenizer.kind == tokenizer
-    assert data.train.token_bytes.shape == (data.tokenizer.vocab_size,)
-    assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in caplog.text
-    assert path in caplog.text
+    for config in (DataConfig("shards", path, tokenizer="gpt2"), DataConfig("stream", path)):
+        with pytest.raises(DataUnavailableError):
+            opened(config)
+        data = opened(dataclasses.replace(config, synthetic_fallback="copy"))
+        assert (data.description["synthetic"], data.description["source"]) == (True, "copy")
+        assert data.tokenizer.kind == config.tokenizer
+        assert data.train.token_bytes.shape == (data.tokenizer.vocab_size,)
+        said = caplog.messages[-1]
+        assert "SYNTHETIC DATA (copy) instead, as data.synthetic_fallback says: " in said
+        assert path in said
+    fallback = DataConfig("shards", path, synthetic_fallback="uniform")
+    folder = run(tmp_path / "run", fallback, steps=3, log_every=1)
+    assert [row["data_synthetic"] for row in read_metrics(folder / "metrics.jsonl")] == [True] * 3
+    header, *_, last = (folder / "metrics.csv").read_text().splitlines()
+    assert last.split(",")[header.split(",").index("data_synthetic")] == "true"
+    assert any("synthetic task, no text" in line for line in evaluation(folder))
     broken = shutil.copytree(str(shards.path), tmp_path / "broken")
     (broken / "train-00001.tokens").unlink()
     with pytest.raises(ValueError, match=r"train-00001\.tokens must have \d+ bytes"):
@@ -134,8 +118,8 @@ def test_synthetic_data_stand_in_only_if_asked_for(kind, tokenizer, shards, tmp_
 
 # --- training -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["shards", "stream"])
-def test_a_run_that_was_cut_is_the_run_that_was_not(kind, tmp_path):
-    """Resumed after half the steps, in the second epoch; the data lie elsewhere by then."""
+def test_a_resumed_run_is_the_uninterrupted_run(kind, tmp_path):
+    """Resumed after half the steps, in the second epoch; the data are in another folder by then."""
     source = write_folder(tmp_path / "source", "jsonl", TEXTS[:30])
     if kind == "shards":
         data = make_shards(source, tmp_path / "shards", validation_fraction=0.4)
@@ -143,6 +127,11 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(kind, tmp_path):
         data = stream_of(source, validation_fraction=0.4)
     settings: dict[str, Any] = {"steps": 16, "checkpoint_every": 8, "log_every": 1}
     whole = run(tmp_path / "whole", data, **settings)
+    baseline = {
+        "shards": "than the bigram baseline",
+        "stream": "no bigram baseline: the source does not keep its training text",
+    }
+    assert baseline[kind] in evaluation(whole)[-1]
     cut = shutil.copytree(whole, tmp_path / "cut")
     shutil.rmtree(next((cut / "checkpoints").glob("step-*16")))
     moved = str(Path(str(data.path)).rename(tmp_path / "moved"))
@@ -158,34 +147,6 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(kind, tmp_path):
     assert all("data_synthetic" not in row for row in read_metrics(cut / "metrics.jsonl"))
 
 
-def test_another_text_is_noticed_on_resume(shards, source, tmp_path):
-    folder = run(tmp_path / "run", shards, steps=2)
-    less = make_shards(source, tmp_path / "less", max_tokens=20_000)
-    message = r"must stay as in the checkpoint .* The text has changed since\."
-    with pytest.raises(ValueError, match=message):
-        run(folder, less, resume=True, steps=2)
-
-
-def test_every_row_says_that_the_data_are_synthetic(tmp_path):
-    data = DataConfig("shards", str(tmp_path / "gone"), synthetic_fallback="uniform")
-    folder = run(tmp_path / "run", data, steps=3, log_every=1)
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["data_synthetic"] for row in rows] == [True] * 3
-    header, *cells = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    assert [row[header.index("data_synthetic")] for row in cells] == ["true"] * 3
-    assert any("synthetic task, no text" in line for line in evaluation(folder))
-
-
-def test_evaluation_of_runs_on_shards_and_streams(shards, source, tmp_path):
-    for data, last in (
-        (shards, "than the bigram baseline"),
-        (stream_of(source), "no bigram baseline: the source does not keep its training text"),
-    ):
-        said = evaluation(run(tmp_path / data.source, data, steps=1))
-        assert last in said[-1]
-        assert any(line.startswith("bits per byte: ") for line in said)
-
-
 WITHOUT = """
 import sys
 for name in ("datasets", "huggingface_hub", "pyarrow", "tiktoken"):
@@ -195,7 +156,7 @@ from nsa.train.config import DataConfig
 from nsa.train.data import collate, open_data
 config = DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2")
 data = open_data(config, seed=1, seq_len=64)
-batch = collate(data.train, data.sampler(64, 1).next_windows(2), 64, document_mask=True)
+batch = collate(data.train, data.sampler(64, 1).next_indices(2), 64, document_mask=True)
 print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
 from nsa import cli
 for source in sys.argv[2:]:
@@ -240,20 +201,6 @@ def test_the_commands(source, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "out/train-00000.tokens must have the SHA-256 of index.json" in said
     assert "--seconds must be positive" in said
-
-
-def test_a_slow_start_is_no_part_of_the_speed(source, tmp_path, capsys, monkeypatch):
-    """Time counts from the first report."""
-    monkeypatch.chdir(tmp_path)
-    tick_s = 2.0**-10
-    clock = itertools.count(0, tick_s)
-    monkeypatch.setattr("nsa.train.data.reader.Pace.PERIOD_S", 0.0)
-    monkeypatch.setattr("nsa.cli.data.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert nsa(f"{PREPARE} 0.1", str(source)) == 0
-    sides = json.loads(Path("out", "index.json").read_text())["sides"]
-    size = sum(side["text_bytes"] for side in sides.values())
-    lines = [line for line in capsys.readouterr().out.splitlines() if "MB/s" in line]
-    assert lines[-1].startswith(f"{size / 1e6 / (len(lines) * tick_s):.1f} MB/s | ")
 
 
 def test_a_preparation_without_validation_text_fails_and_leaves_nothing(

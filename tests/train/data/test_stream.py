@@ -62,59 +62,43 @@ def tokens_at(start: int, stop: int) -> list[int]:
     return TRAIN[np.arange(start, stop) % len(TRAIN)].tolist()
 
 
-def test_windows_are_the_training_documents_over_and_over(stream):
-    made, seq_len = stream(), 1000
-    for index in range(2 * len(TRAIN) // seq_len):
-        window = made.window(seq_len, index)
-        assert window.dtype == np.int64
-        assert window.tolist() == tokens_at(index * seq_len, (index + 1) * seq_len + 1)
-
-
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seq_len=st.integers(1, 3000), position=st.integers(0, 60))
-def test_state_resumes_exactly_at_every_window(seq_len, position, stream):
+def test_state_resumes_exactly_at_every_sequence(seq_len, position, stream):
     """At any position, in any epoch; the state is plain integers."""
     first, second = stream(), stream()
     sampler, resumed = StreamSampler(first, seq_len), StreamSampler(second, seq_len)
     for _ in range(position):
-        (index,) = sampler.next_windows(1)
-        first.window(seq_len, index)
+        (index,) = sampler.next_indices(1)
+        first.sequence(seq_len, index)
     state = json.loads(json.dumps(sampler.state_dict()))
     assert set(state) == {"position", *BEGINNING}
     assert state["position"] == position
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     for expected in range(position, position + 3):
-        assert resumed.next_windows(1) == [expected]
+        assert resumed.next_indices(1) == [expected]
         tokens = tokens_at(expected * seq_len, (expected + 1) * seq_len + 1)
-        assert second.window(seq_len, expected).tolist() == tokens
+        assert second.sequence(seq_len, expected).tolist() == tokens
     assert sampler.state_dict() == state  # setting one moves no other
     first.close()
     second.close()
 
 
-def test_two_samplers_of_one_stream_follow_each_other(stream):
-    """One draws ahead, the other is told how far training has come."""
-    made, tokens = stream(), []
-    ahead, behind = StreamSampler(made, 100), StreamSampler(made, 100)
-    for _ in range(5):
-        batch = collate(made, ahead.next_windows(3), 100, document_mask=True)
-        tokens += batch.tokens.tolist()
-        behind.load_state_dict(ahead.state_dict())
-        assert behind.state_dict() == ahead.state_dict()
-    assert tokens == tokens_at(0, 1500)
-
-
 def test_ranks_share_the_sequences(stream):
-    """Each rank reads the stream and takes its own sequences; the state is that of all of them."""
+    """Each rank reads the stream and takes its own sequences; all have the same state.
+
+    Another sampler of the same stream is told how far training has come.
+    """
     ranks = [(made := stream(), StreamSampler(made, 50)) for _ in range(3)]
-    drawn = []
+    drawn, behind = [], StreamSampler(ranks[0][0], 50)
     for _ in range(4):
         for rank, (made, sampler) in enumerate(ranks):
-            for index in sampler.next_windows(2, rank=rank, world_size=3):
-                drawn += made.window(50, index)[:-1].tolist()
+            indices = sampler.next_indices(2, rank=rank, world_size=3)
+            drawn += collate(made, indices, 50, document_mask=True).tokens.tolist()
+        behind.load_state_dict(ranks[0][1].state_dict())
+        assert all(sampler.state_dict() == behind.state_dict() for _, sampler in ranks)
     assert drawn == tokens_at(0, 4 * 2 * 3 * 50)
-    assert len({json.dumps(sampler.state_dict()) for _, sampler in ranks}) == 1
 
 
 @pytest.mark.parametrize("test_share", [0.0, TEST_SHARE])
@@ -132,29 +116,23 @@ def test_held_out_documents_are_the_first_ones(source, test_share):
             assert [row.tokens.tobytes() for row in rows] == [text + b"\0" for text in kept]
 
 
+def test_a_stream_reports_its_progress_while_it_starts(tmp_path, monkeypatch, caplog):
+    """While it looks for validation text, and while it skips what was read before."""
+    path = as_clone(write_folder(tmp_path / "set", "jsonl", TEXTS, files=1))
+    monkeypatch.setattr(Pace, "PERIOD_S", 0.0)
+    caplog.set_level("INFO", logger="nsa")
+    read_held_out(Origin(str(path)), ByteTokenizer(), replace(config_of(path), test_fraction=0.0))
+    made = StreamSource(Origin(str(path)), ByteTokenizer(), config_of(path))
+    made.seek(0, {"epoch": 0, "file": 0, "row": 2400, "token": 0})
+    made.sequence(10, 0)
+    made.close()
+    for line in ("read 1,000 documents for validation", f"file 1 of {path}: 1000 of 2400 rows"):
+        assert line in caplog.text
+
+
 def test_data_without_training_text_are_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["", "", ""])
     made = StreamSource(Origin(str(path)), ByteTokenizer(), config_of(path))
-    message = r"data\.path must hold training text, got none in .*a\.jsonl"
+    message = r"data\.path must contain training text, got none in .*a\.jsonl"
     with pytest.raises(UserError, match=message):
-        made.window(10, 0)
-
-
-@pytest.mark.parametrize("is_clone", [False, True])
-def test_a_stream_says_how_far_it_is_while_it_starts(is_clone, tmp_path, monkeypatch, caplog):
-    """While it looks for validation text, and while it skips what was read before."""
-    path = write_folder(tmp_path / "set", "jsonl", TEXTS, files=1)
-    origin = Origin(str(as_clone(path) if is_clone else path))
-    monkeypatch.setattr(Pace, "PERIOD_S", 0.0)
-    caplog.set_level("INFO", logger="nsa")
-    read_held_out(origin, ByteTokenizer(), replace(config_of(path, 500), test_fraction=0.0))
-    sizes = np.cumsum([len(text) + 1 for text in DOCUMENTS["validation"]])
-    last = TEXTS.index(DOCUMENTS["validation"][int(np.searchsorted(sizes, 500))].decode())
-    counts = [*range(1, last + 2), last + 1]
-    lines = [line for line in caplog.messages if line.startswith("read ")]
-    assert lines == [f"read {count:,} documents for validation" for count in counts]
-    made = StreamSource(origin, ByteTokenizer(), config_of(path))
-    made.seek(0, {"epoch": 0, "file": 0, "row": 2400, "token": 0})
-    made.window(10, 0)
-    made.close()
-    assert f"file 1 of {path}: 1000 of 2400 rows skipped" in caplog.text
+        made.sequence(10, 0)

@@ -31,13 +31,10 @@ def known_answer(task: str, seen: list[int]) -> int | None:
 @pytest.mark.parametrize("seq_len", [17, 18, 64, 255])
 def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
     source = SyntheticSource(task, "train", seed=1)
-    assert source.ideal_loss == 0
-    for index in (0, 1, 77, source.num_windows(seq_len) - 1):
-        tokens = source.window(seq_len, index)
-        assert tokens.dtype == np.int64
-        assert tokens.shape == (seq_len + 1,)
-        assert 0 <= tokens.min() <= tokens.max() < 256
-        values = tokens.tolist()
+    for index in (0, 1, 77, source.num_sequences(seq_len) - 1):
+        values = source.sequence(seq_len, index).tolist()
+        assert len(values) == seq_len + 1
+        assert {*values} <= {*range(256)}
         answers = [known_answer(task, values[:target]) for target in range(1, seq_len + 1)]
         counted = source.target_mask(seq_len, index)
         assert counted.tolist() == [answer is not None for answer in answers]
@@ -46,10 +43,13 @@ def test_exactly_the_targets_with_a_known_answer_count(task, seq_len):
             assert answer in (None, token)
 
 
-def test_uniform_bytes_are_uniform_and_cost_eight_bits():
+def test_bytes_and_depths_are_uniform():
+    needle = SyntheticSource("needle", "train", seed=1)
+    depths = {needle.sequence(40, i).tolist().index(0) for i in range(800)}
+    assert depths == set(range(41 - 2 * 9 + 1))
     source = SyntheticSource("uniform", "train", seed=1)
-    windows = np.concatenate([source.window(4096, i) for i in range(64)])
-    counts = np.bincount(windows, minlength=256) * 256 / len(windows)
+    tokens = np.concatenate([source.sequence(4096, i) for i in range(64)])
+    counts = np.bincount(tokens, minlength=256) * 256 / len(tokens)
     assert 0.8 < counts.min() < counts.max() < 1.2
     assert source.target_mask(4096, 0).all()
     batch = collate(source, [0, 1], 64, document_mask=True)
@@ -58,34 +58,27 @@ def test_uniform_bytes_are_uniform_and_cost_eight_bits():
     assert batch.cu_seqlens.tolist() == [0, 64, 128]  # byte 0 is a byte like any other here
 
 
-def test_needle_hides_at_every_depth():
-    source = SyntheticSource("needle", "train", seed=1)
-    places = {source.window(40, i).tolist().index(0) for i in range(800)}
-    assert places == set(range(41 - 2 * 9 + 1))
-
-
 @pytest.mark.parametrize("task", SHORTEST)
-def test_windows_can_be_made_in_any_order_and_none_is_on_both_sides(task):
+def test_sequences_have_any_order_and_none_is_in_two_splits(task):
     train, again = (SyntheticSource(task, "train", seed=4) for _ in range(2))
-    last = train.window(64, 900_000)
-    assert np.array_equal(again.window(64, 900_000), last)
+    last = train.sequence(64, 900_000)
+    assert np.array_equal(again.sequence(64, 900_000), last)
     others = SyntheticSource(task, "validation", seed=4), SyntheticSource(task, "train", seed=5)
-    sides = [{source.window(64, i).tobytes() for i in range(200)} for source in (train, *others)]
-    assert len(set.union(*sides)) == 600
+    splits = [{source.sequence(64, i).tobytes() for i in range(200)} for source in (train, *others)]
+    assert len(set.union(*splits)) == 600
 
 
 @pytest.mark.parametrize(("task", "seq_len"), SHORTEST.items())
 def test_tasks_are_opened_by_name(task, seq_len):
-    """The shortest window works and a shorter one is an error."""
+    """The shortest sequence works and a shorter one is an error."""
     data = open_data(DataConfig(source=task), seed=3, seq_len=seq_len)
-    assert isinstance(data.train, SyntheticSource)
-    assert data.train.target_mask(seq_len, 0).any()
+    assert collate(data.train, [0], seq_len, document_mask=True).num_targets > 0
     assert data.description["synthetic"] is True
-    assert data.description["ideal_loss_nats"] == data.train.ideal_loss
+    assert data.description["ideal_loss_nats"] == (math.log(256) if task == "uniform" else 0)
     assert data.tokenizer.separator_id is None
-    message = f"seq_len must be at least {seq_len} for {task}, got {seq_len - 1}"
-    with pytest.raises(ValueError, match=message):
-        open_data(DataConfig(source=task), seed=3, seq_len=seq_len - 1)
-    message = rf"data\.tokenizer must be byte for the synthetic task {task}, got gpt2"
-    with pytest.raises(ValueError, match=message):
-        open_data(DataConfig(source=task, tokenizer="gpt2"), seed=3, seq_len=32)
+    for config, length, message in (
+        (DataConfig(task), seq_len - 1, f"seq_len must be at least {seq_len} for {task}, got"),
+        (DataConfig(task, tokenizer="gpt2"), 32, f"data.tokenizer must be byte for .* {task}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_data(config, seed=3, seq_len=length)

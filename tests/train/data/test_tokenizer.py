@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer, tokenizer
@@ -77,6 +77,8 @@ def test_round_trip_is_exact_for_any_text(made, text):
     assert made.encode_documents([raw, b"x"])[0].tolist() == [*ids, made.separator_id]
     assert made.separator_id not in ids  # not even where the text spells the separator's name
     assert made.token_bytes[ids].sum() == len(raw)
+    each = b"".join(made.decode([token_id]) for token_id in ids)
+    assert made.decode(np.array(ids, dtype=np.int64)) == each
 
 
 def test_gpt2_has_the_same_ids_from_both_of_its_engines():
@@ -96,14 +98,6 @@ def test_gpt2_has_the_same_ids_from_both_of_its_engines():
         assert ids.tolist() == [*gpt2.encode(text.decode()), gpt2.separator_id]
 
 
-@given(data=st.data())
-def test_any_ids_decode_to_as_many_bytes_as_token_bytes_says(made, data):
-    ids = data.draw(st.lists(st.integers(0, made.vocab_size - 1), max_size=40))
-    assert len(made.decode(ids)) == made.token_bytes[ids].sum()
-    each = b"".join(made.decode([token_id]) for token_id in ids)
-    assert made.decode(np.array(ids, dtype=np.int64)) == each
-
-
 def test_saved_tokenizer_needs_nothing_else(made, tmp_path, monkeypatch):
     assert made.separator_id is not None
     assert made.decode([made.separator_id]) == b""
@@ -118,18 +112,13 @@ def test_saved_tokenizer_needs_nothing_else(made, tmp_path, monkeypatch):
 
 
 def test_gpt2_is_the_published_vocabulary():
-    """Ids that GPT-2's own encoder gives."""
-    gpt2 = MAKERS["gpt2"]()
+    """Ids that GPT-2's own encoder gives; merges are in the order of their ids."""
+    gpt2, model = MAKERS["gpt2"](), tokenizer._gpt2_definition()["model"]
+    ids = [model["vocab"]["".join(merge)] for merge in model["merges"]]
+    assert ids == list(range(256, 50_256))
     assert (gpt2.vocab_size, gpt2.separator_id) == (50257, 50256)
     assert gpt2.encode("Hello, world!") == [15496, 11, 995, 0]
     assert gpt2.encode("  two  spaces\n\n") == [220, 734, 220, 9029, 628]
-
-
-def test_gpt2_merges_are_in_the_order_of_their_ids():
-    """So the vocabulary and the merges inside the package belong together and are whole."""
-    definition = tokenizer._gpt2_definition()
-    vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
-    assert [vocab["".join(merge)] for merge in merges] == list(range(256, 50_256))
 
 
 def test_gpt2_without_its_package_says_what_to_install(monkeypatch):
@@ -147,21 +136,14 @@ def test_bpe_is_trained_on_the_text_given_and_the_same_every_time():
     assert len(first.encode(MACBETH.decode())) < 0.55 * len(MACBETH)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "rule"),
-    [
-        (256, "be from 257 .* to 2"),
-        (2**40, "be from 257 .* to 2"),
-        (5000, r"be at most \d+ for this little training text"),
-    ],
-)
-def test_bpe_of_an_impossible_size_is_an_error(vocab_size, rule):
-    with pytest.raises(ValueError, match=rf"data\.bpe_vocab_size must {rule}"):
-        make("bpe", b"little text, little text", bpe_vocab_size=vocab_size)
+def test_bpe_of_an_impossible_size_is_an_error():
+    for size, rule in ((256, "be from 257"), (2**40, "be from 257"), (5000, r"be at most \d+ for")):
+        with pytest.raises(ValueError, match=rf"data\.bpe_vocab_size must {rule}"):
+            make("bpe", b"little text, little text", bpe_vocab_size=size)
 
 
 def test_byte_tokenizer_refuses_its_separator_in_text():
-    message = "hold no NUL byte, which is the separator, got one at offset 1"
+    message = "contain no NUL byte, which is the separator, got one at offset 1"
     with pytest.raises(ValueError, match=message):
         ByteTokenizer().encode("a\0b")
     raw = ByteTokenizer(separator=False)
@@ -174,11 +156,6 @@ def test_text_that_is_no_unicode_is_an_error(made):
     message = "text must be valid UTF-8, got surrogates not allowed at 1"
     with pytest.raises(ValueError, match=message):
         made.encode("a\ud800")
-    if made.kind != "byte":
-        with pytest.raises(
-            ValueError, match="text must be valid UTF-8, got invalid start byte at 2"
-        ):
-            made.encode(b"ab\xff")
 
 
 def test_files_of_both_families_are_taken(tmp_path):
@@ -194,15 +171,6 @@ def test_files_of_both_families_are_taken(tmp_path):
     plain = from_file({**definition, "added_tokens": []}, tmp_path)  # the separator is a mere word
     assert plain.separator_id == bpe.separator_id
     assert plain.token_bytes[0] == bpe.token_bytes[0] == 0
-
-
-def lossy(name: str) -> dict[str, Any]:
-    backend = tokenizers.Tokenizer.from_str(bpe_json())
-    if name == "lowercase":
-        backend.normalizer = normalizers.Lowercase()
-    else:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return json.loads(backend.to_str())
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
@@ -223,8 +191,10 @@ def changed(name: str, value: Any) -> dict[str, Any]:
         definition["model"]["vocab"]["the"] = value
     elif name == "separator":
         definition["added_tokens"][0]["special"] = False
-    elif name == "lossy":
-        return lossy(value)
+    elif name == "normalizer":
+        definition["normalizer"] = {"type": value}
+    elif name == "prefix":
+        definition["pre_tokenizer"]["add_prefix_space"] = value
     else:
         del definition["model"][name]
     return definition
@@ -239,20 +209,16 @@ LOSSY = "data.tokenizer_path must give every text back byte for byte, .*added to
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("lossy", "lowercase", LOSSY),
-        ("lossy", "prefix", LOSSY),
+        ("normalizer", "Lowercase", LOSSY),
+        ("prefix", True, LOSSY),
         ("separator", None, "must mark its separator as a special token"),
         ("token", {"lstrip": True}, LOSSY),
-        ("token", {"rstrip": True}, LOSSY),
         ("token", {"rstrip": True, "single_word": True}, LOSSY),
         ("merges", None, UNUSABLE + "Missing vocab/merges"),
-        ("vocab", None, UNUSABLE + "Missing vocab/merges"),
-        ("id", -5, UNUSABLE + "invalid value: integer `-5`"),
         ("id", 1.5, UNUSABLE + "invalid type: floating point `1.5`"),
         ("id", 2**32 - 1, "data.tokenizer_path must have ids below 16777216, got 4294967295"),
         ("depth", 200, UNUSABLE + "recursion limit exceeded"),
         ("regex", "(a+)+$", UNUSABLE + "Onig: Regex search error"),
-        ("regex", r"(\s|\s\s)*x", UNUSABLE + "Onig: Regex search error"),
         ("regex", "(a", UNUSABLE + "Oniguruma error"),
     ],
 )
@@ -269,16 +235,13 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
         from_file(json.loads(bpe_json()), tmp_path)
 
 
-@pytest.mark.parametrize("token", [{}, {"special": True, "lstrip": True}, {"single_word": True}])
-def test_added_tokens_that_take_no_text_are_accepted(token, tmp_path):
-    made_here = from_file(changed("token", token), tmp_path)
-    text = "a <x>  <x>\n<x>b"
-    assert made_here.decode(made_here.encode(text)) == text.encode()
-
-
-def test_a_saved_tokenizer_that_strips_blanks_still_loads(tmp_path):
-    """Shards made with one hold no text that it loses: each document was compared."""
-    definition, path = changed("token", {"lstrip": True}), tmp_path / "saved.json"
+def test_added_tokens_that_take_no_text_are_accepted(tmp_path):
+    for token in ({}, {"special": True, "lstrip": True}, {"single_word": True}):
+        found, text = from_file(changed("token", token), tmp_path), "a <x>  <x>\n<x>b"
+        assert found.decode(found.encode(text)) == text.encode()
+    # Shards made with one that strips blanks contain no text that it loses: each was compared.
+    path = tmp_path / "saved.json"
+    definition = changed("token", {"lstrip": True})
     tokenizer.SubwordTokenizer("file", definition, "<|endoftext|>").save(path)
     assert load_tokenizer(path).vocab_size == 601
 
@@ -289,25 +252,17 @@ def test_document_that_a_file_cannot_spell_is_an_error():
         MAKERS["file"]().encode_documents([b"fine", "not \u2581 fine".encode()])
 
 
-def test_a_file_without_a_known_separator_is_refused(tmp_path):
-    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
-    message = r"have one of the tokens <\|endoftext\|>, .* to end documents with"
-    with pytest.raises(ValueError, match=message):
-        from_file(json.loads(backend.to_str()), tmp_path)
-
-
 def test_unusable_tokenizer_files_are_errors(tmp_path):
     path = tmp_path / "tokenizer.json"
     with pytest.raises(ValueError, match="must name an existing file"):
         load_tokenizer(path)
     MAKERS["bpe"]().save(path)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    other_kinds = [json.dumps({**saved, "kind": kind}) for kind in ("byte", "bpf", None, ["bpe"])]
     saved["tokenizer"]["model"]["vocab"]["changed"] = 600
     for content, message in (
         ("[" * 100_000, "must be a JSON file"),
         ("{", "must be a JSON file"),
-        *((content, "be an undamaged tokenizer file") for content in (*other_kinds, "{}", "[]")),
+        ("[]", "must be a JSON file"),
         (json.dumps(saved), "be an undamaged tokenizer file"),
     ):
         path.write_text(content, encoding="utf-8")
@@ -315,3 +270,7 @@ def test_unusable_tokenizer_files_are_errors(tmp_path):
             load_tokenizer(path)
     with pytest.raises(ValueError, match="be a JSON file of the tokenizers library"):
         from_file({}, tmp_path)
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    message = r"have one of the tokens <\|endoftext\|>, .* to end documents with"
+    with pytest.raises(ValueError, match=message):
+        from_file(json.loads(backend.to_str()), tmp_path)
