@@ -172,11 +172,7 @@ def _branch(
 
     ``gate`` ``[T, Hq]`` scales the gradient of the output.
     """
-    compute, keys, has_gradient = (
-        torch.promote_types(dtype, torch.float32),
-        sample.keys,
-        "dout" in x,
-    )
+    compute, keys = torch.promote_types(dtype, torch.float32), sample.keys
     k, v = (x[kind].to(compute) for kind in "kv")
     positions = query_positions(x["q"].shape[0], sample.cu_q, sample.cu_k)[:, None]
     cu_key = compressed_cu_seqlens(sample.cu_k, config) if name == "cmp" else sample.cu_k
