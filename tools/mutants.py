@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -146,7 +146,8 @@ def run_tests(
         MutantError: see :func:`apply_mutant`.
     """
     left_out = shutil.ignore_patterns("*.pyc.*", "*.png")  # the first: byte code half written
-    begin, outcome, output = time.monotonic(), cast("Outcome", "survived"), ""
+    begin, output = time.monotonic(), ""
+    outcome: Outcome = "survived"
     with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as folder:
         root = Path(folder)
         for path in (source / name for name in COPIED if (source / name).exists()):

@@ -371,42 +371,51 @@ def compare_losses(
 # ---------------------------------------------------------------------- export and a foreign model
 
 
-@torch.no_grad()
 def loaded(setting: Setting) -> list[str]:
-    """Compare the export of a byte model in transformers with the run, in fp32."""
+    """Load the export of a run in transformers and compare it with the run."""
+    exported, cuda = setting.trained.parent / "exported", torch.device("cuda")
+    text = Path(programs.__file__).read_text(encoding="utf-8")
+    remark, faults = compare_export(setting.trained, exported, cuda, text, NEW_TOKENS)
+    setting.remarks.append(remark)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return faults
+
+
+@torch.no_grad()
+def compare_export(
+    run: Path, exported: Path, device: torch.device, text: str, new_tokens: int
+) -> tuple[str, list[str]]:
+    """Compare the fp32 export of a byte model in transformers with the run: a note and faults."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import nsa.hf  # noqa: F401 - registers the classes
 
-    exported, folder = setting.trained.parent / "exported", RunFolder.open(setting.trained)
-    text = Path(programs.__file__).read_text(encoding="utf-8")
-    config, cuda = folder.load_config().model, torch.device("cuda")
-    ours, step = load_model(config, list_checkpoints(folder.checkpoints)[-1], cuda)
-    theirs = AutoModelForCausalLM.from_pretrained(exported).to(cuda)
+    folder = RunFolder.open(run)
+    config = folder.load_config().model
+    ours, step = load_model(config, list_checkpoints(folder.checkpoints)[-1], device)
+    theirs = AutoModelForCausalLM.from_pretrained(exported).to(device)
     load_initial(exported, back := LanguageModel(config))
     pairs = zip(ours.parameters(), back.parameters(), strict=True)
     is_equal = all(torch.equal(a.cpu(), b) for a, b in pairs)
-    ids = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(cuda)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(device)["input_ids"]
     difference = float((ours(ids[0]) - theirs(input_ids=ids).logits[0]).abs().max())
     prompt = ids[:, :PROMPT_TOKENS]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens}
     drawn = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    decoder = Decoder(ours, max_tokens=PROMPT_TOKENS + NEW_TOKENS)
+    decoder = Decoder(ours, max_tokens=prompt.shape[1] + new_tokens)
     logits, expected = decoder.prefill(prompt.tolist()), prompt[0].tolist()
-    for _ in range(NEW_TOKENS):
+    for _ in range(new_tokens):
         expected.append(int(logits.argmax()))
-        logits = decoder.step(torch.tensor([expected[-1:]], device=cuda))
-    setting.remarks.append(f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}")
+        logits = decoder.step(torch.tensor([expected[-1:]], device=device))
     faults = {
         "weights read back from the folder are not those of the run": not is_equal,
         "the tokenizer does not give the bytes of a text": ids[0].tolist() != [*text.encode()],
         f"logits differ by {difference:.2e}": not difference <= MAX_LOGIT_DIFFERENCE,
         "generate() writes another text": drawn[0].tolist() != expected,
     }
-    del ours, theirs, back, decoder, logits
-    gc.collect()
-    torch.cuda.empty_cache()
-    return [fault for fault, is_found in faults.items() if is_found]
+    note = f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}"
+    return note, [fault for fault, is_found in faults.items() if is_found]
 
 
 def foreign(setting: Setting) -> list[str]:

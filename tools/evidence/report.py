@@ -311,7 +311,7 @@ def by_position(runs: Sequence[Run], plot: Path) -> list[str]:
         {"from": x["first"], "to": x["last"], model: a, DENSE: b, "difference": f"{c:+.4f}"}
         for x, a, b, c in zip(bins[0][0], ours, dense, apart.mean(0), strict=True)
     ]
-    curves = [
+    curves: list[tuple[str, NDArray[Any], Row]] = [
         (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], "marker": "."})
         for n, ((one, _), ys) in enumerate(zip(chosen, apart, strict=True))
     ]
@@ -362,12 +362,14 @@ def points_of(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
 def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     """Validation over the second half of tokens and seconds, and differences to the first model."""
     if len(runs) == 1:
-        metrics = runs[0].metrics
-        training, validation = (
-            points_of(metrics, "step", x) for x in ("bits_per_byte", VALIDATION)
-        )
-        lines = [("training", training, {"color": "#bbbbbb"}), ("validation", validation, {})]
-        draw(path, [("optimizer steps", BITS, lines, {})])
+        curves: list[Line] = [
+            (label, points_of(runs[0].metrics, "step", name), {"color": color})
+            for label, name, color in (
+                ("training", "bits_per_byte", "#bbbbbb"),
+                ("validation", VALIDATION, "#4477aa"),
+            )
+        ]
+        draw(path, [("optimizer steps", BITS, curves, {})])
         return
     halves: dict[str, list[Line]] = {"tokens": [], "s": []}
     apart, seeds = list[Line](), sorted({run.row["seed"] for run in runs})
