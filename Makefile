@@ -73,7 +73,7 @@ pytest-kernels: JOBS = 2# these compute all the time
 pytest-kernels: $(ENV) | $(COLLECTED) ## the tests of the Triton kernels, on the CPU in Triton's interpreter
 	TRITON_INTERPRET=1 $(RUN) -m pytest $(SPREAD) tests/kernels
 
-test-faults: $(ENV) ## every provoked fault in full count, with a summary by kind (ARGS=)
+test-faults: $(ENV) ## every provoked fault in full count (ARGS=)
 	$(RUN) -m pytest $(SPREAD) tests/faults -m "faults or not faults" $(ARGS)
 	$(RUN) -m pytest $(SPREAD) tests --ignore tests/faults --ignore tests/kernels -m faults $(ARGS)
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels -m faults $(ARGS)

@@ -10,6 +10,7 @@ import sysconfig
 import venv
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -40,66 +41,47 @@ print(json.dumps([list(y.shape), bool(finite), loaded]))
 
 
 def needed(*names: str) -> set[str]:
-    """Distributions of this environment that these need, themselves among them."""
-    found: set[str] = set()
-    waiting = [canonicalize_name(name) for name in names]
+    """Names of distributions of this environment, and of everything that they require."""
+    found, waiting = set[str](), [*names]
     while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for text in metadata.requires(name) or ():
-            requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                waiting.append(canonicalize_name(requirement.name))
+        name = canonicalize_name(waiting.pop())
+        if name not in found:
+            found.add(name)
+            requirements = map(Requirement, metadata.requires(name) or ())
+            waiting += [x.name for x in requirements if not x.marker or x.marker.evaluate()]
     return found
 
 
 class Installed:
-    """A fresh environment with the wheel, and packages of this one that are linked into it.
-
-    Args:
-        folder: to make.
-        wheel: to install.
-        packages: to link, by name.
-    """
+    """A fresh environment with the wheel, into which packages of this one are linked."""
 
     def __init__(self, folder: Path, wheel: Path, packages: set[str]) -> None:
         venv.create(folder, symlinks=True)
-        self.folder, self.python = folder, folder / "bin" / "python"
+        self.folder = folder
         scheme = {"base": str(folder), "platbase": str(folder)}
         self.site = Path(sysconfig.get_path("purelib", "venv", scheme))
         for package in packages:
-            for file in metadata.files(package) or ():
-                top = file.parts[0]
-                if top not in ("..", "__pycache__") and not (self.site / top).exists():
-                    (self.site / top).symlink_to(
-                        Path(str(metadata.distribution(package).locate_file(top)))
-                    )
+            tops = {file.parts[0] for file in metadata.files(package) or ()}
+            for top in tops - {"..", "__pycache__"}:
+                if not (self.site / top).exists():
+                    source = metadata.distribution(package).locate_file(top)
+                    (self.site / top).symlink_to(str(source))
         self.pip("install", "--no-index", "--no-deps", str(wheel))
 
     def pip(self, *words: str) -> str:
-        return self._run([sys.executable, "-m", "pip", "--python", str(self.python), *words])
+        python = str(self.folder / "bin" / "python")
+        return self._run([sys.executable, "-m", "pip", "--python", python, *words])
 
     def __call__(self, *words: str, code: int = 0) -> str:
         """Output of a command, started in a folder without files of this project."""
         return self._run([str(self.folder / "bin" / words[0]), *words[1:]], code)
 
     def _run(self, words: list[str], code: int = 0) -> str:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
-        }
-        done = subprocess.run(
-            words,
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        environment = {x: value for x, value in os.environ.items() if not x.startswith("PYTHON")}
+        kept: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+        done = subprocess.run(words, cwd=self.folder, check=False, **kept)
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if code == 0 else done.stderr
+        return str(done.stderr if code else done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +109,10 @@ def train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_core_is_torch_and_triton(core):
-    found = {
-        canonicalize_name(entry["name"])
-        for entry in json.loads(core.pip("list", "--format", "json"))
-    }
+    listed = json.loads(core.pip("list", "--format", "json"))
+    found = {canonicalize_name(entry["name"]) for entry in listed}
     assert found - needed("torch") == {"nsa", *({"triton"} - needed("torch"))}
     assert core.pip("check").startswith("No broken requirements found")
-
-
-def test_the_core_computes(core):
     shape, finite, modules = json.loads(core("python", "-W", "ignore", "-c", MODULE))
     assert (shape, finite) == ([2, 128, 32], True)
     assert {"nsa", "torch"} <= {*modules}
@@ -155,9 +132,7 @@ def test_commands_of_the_core(core):
     ("words", "extra"),
     [
         (["train", "cpu-small"], "train"),
-        (["train", "--help"], "train"),
         (["plan", "78m"], "train"),
-        (["eval", "run"], "train"),
         (["bench", "train"], "train"),
         (["bench", "attention"], "bench"),
         (["data", "prepare", "texts", "--out", "data"], "train"),
@@ -167,9 +142,7 @@ def test_commands_of_the_core(core):
 def test_a_missing_extra_is_one_line(core, words, extra):
     line = core("nsa", *words, code=2)
     command = " ".join(words[: 2 if words[0] in ("bench", "data") else 1])
-    absent = ", ".join(
-        package for package in extras.EXTRAS[extra] if package not in extras.OPTIONAL
-    )
+    absent = ", ".join(x for x in extras.EXTRAS[extra] if x not in extras.OPTIONAL)
     hint = f"Install with: pip install 'nsa[{extra}]'"
     assert line == f"nsa {command}: not installed: {absent}. {hint}\n"
 
@@ -181,10 +154,7 @@ def test_ten_steps(train):
         --eval-windows 1 --sample-tokens 2 --steps 10 --log-every 5 --optim.warmup-steps 2"""
     assert "finished 10 steps" in train("nsa", "train", "cpu-small", *words.split())
     folder = train.folder / "runs" / "cpu-small-1"
-    rows = [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [5, 10]
     assert rows[1]["loss_nats"] < rows[0]["loss_nats"]
     assert (folder / "loss.png").exists()

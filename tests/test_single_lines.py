@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -21,37 +20,24 @@ PATTERN = small(value_dim=16)
 def test_every_layer_has_its_own_rows_of_the_table() -> None:
     """The outputs of the second layer change with its row, and not with that of the first."""
     tokens = torch.arange(200) % 90
-    model = LMConfig(vocab_size=90, width=32, num_layers=2)
-    tables: dict[str, Any] = {
-        "none": (),
-        "first": ((0, 10_000, 3),),
-        "second": ((1, 10_000, 3),),
-        "all": ((-1, 10_000, 3),),
-    }
-    seen: dict[str, list[torch.Tensor]] = {}
-    for name, table in tables.items():
-        torch.manual_seed(1)
+    config = LMConfig(vocab_size=90, width=32, num_layers=2)
+    found = list[list[torch.Tensor]]()
+    for layers in ((), (0,), (1,), (-1,)):
+        table = tuple((layer, 10_000, 3) for layer in layers)
         pattern = small(value_dim=16, num_selected_blocks_table=table)
-        whole = LanguageModel(dataclasses.replace(model, nsa=pattern))
-        seen[name] = []
-        for layer in whole.decoder_layers():
-            layer.attention.register_forward_hook(
-                lambda _, __, out, kept=seen[name]: kept.append(out)
-            )
+        torch.manual_seed(1)
+        model = LanguageModel(dataclasses.replace(config, nsa=pattern))
+        outputs = list[torch.Tensor]()
+        for layer in model.decoder_layers():
+            layer.attention.register_forward_hook(lambda _, __, out, kept=outputs: kept.append(out))
         with torch.no_grad():
-            whole(tokens)
-    same = {
-        name: [torch.equal(a, b) for a, b in zip(found, seen["none"], strict=True)]
-        for name, found in seen.items()
-    }
-    assert same == {
-        "none": [True, True],
-        "first": [False, False],
-        "second": [True, False],
-        "all": [False, False],
-    }
-    assert torch.equal(seen["first"][0], seen["all"][0])
-    assert not torch.equal(seen["first"][1], seen["all"][1])
+            model(tokens)
+        found.append(outputs)
+    none, first, second, every = found
+    assert torch.equal(second[0], none[0])
+    assert torch.equal(first[0], every[0])
+    for a, b in ((first[0], none[0]), (second[1], none[1]), (first[1], every[1])):
+        assert not torch.equal(a, b)
 
 
 def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
@@ -73,9 +59,7 @@ def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         gates = layer.gate(torch.randn(50, 64))
     assert gates.dtype == torch.float32
-    assert not torch.equal(gates, gates.bfloat16().float()), (
-        "they were rounded before the activation"
-    )
+    assert not torch.equal(gates, gates.bfloat16().float()), "rounded before the activation"
     if gate == "softmax":
         torch.testing.assert_close(gates.sum(-1), torch.ones(50, 4), rtol=0, atol=1e-6)
 

@@ -1,7 +1,6 @@
-"""On Windows the library imports and its reference computes; what trains refuses in one line.
+"""On Windows the library imports and its reference computes; training is refused in one line.
 
-There is no such machine here: a process of its own takes away what Windows lacks, once the
-libraries that this one depends on are loaded.
+A subprocess removes what Windows lacks, after it has loaded the libraries that this one needs.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.bench.test_train import small_config
 
@@ -77,53 +73,33 @@ print(json.dumps({"absent": absent, "gradient": gradient, "triton": triton, "sai
 """
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("windows")
-    config = str(small_config(folder))
-    commands = [
-        ["train", config, "--run-dir", str(folder / "run")],
-        ["train", "--resume", str(folder / "run")],
-        ["profile", config, "--run-dir", str(folder / "run")],
+def test_windows(tmp_path: Path) -> None:
+    config, run = str(small_config(tmp_path)), str(tmp_path / "run")
+    refused = [
+        ["train", config, "--run-dir", run],
+        ["profile", config, "--run-dir", run],
         ["bench", "train", "--config", config, "--steps", "1"],
-        ["data", "prepare", str(folder / "text"), "--out", str(folder / "data")],
-        ["doctor"],
+        ["data", "prepare", str(tmp_path / "text"), "--out", str(tmp_path / "data")],
     ]
-    words = [sys.executable, "-c", FAKE, json.dumps(commands)]
+    words = [sys.executable, "-c", FAKE, json.dumps([*refused, ["doctor"]])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    found["left"] = [path.name for path in folder.iterdir()]
-    return found
-
-
-def test_everything_but_kernels_imports(windows: dict[str, Any]) -> None:
-    """And kernels lack Triton alone."""
-    assert {name.partition(".")[0] for name in windows["absent"].values()} == {"triton"}
+    found = json.loads(done.stdout.splitlines()[-1])
+    # Everything but kernels is imported, and only Triton is missing.
+    assert {name.partition(".")[0] for name in found["absent"].values()} == {"triton"}
     kernels = re.compile(
         r".*\.(kernels|_triton\.\w+|range\.launch|selected\.(index|index_kernels|launch|tiled|gathered\w*)"
         r"|selection\.(approximate|fp8|launch|two_stage)"
         r"|decode\.(append|launch|layout|merge|scan|select))"
     )
-    assert not [name for name in windows["absent"] if not kernels.fullmatch(name)]
-
-
-def test_the_reference_computes(windows: dict[str, Any]) -> None:
-    assert windows["gradient"] > 0
-    assert 'must lie on a CUDA GPU for backend="triton"' in windows["triton"]
-
-
-def test_what_trains_refuses(windows: dict[str, Any]) -> None:
-    rule = "the platform must be Linux or macOS, got Windows."
-    for number, (code, _, line) in enumerate(windows["said"][:5]):
-        assert code == 2
-        assert line.count("\n") == 1
-        if number != 1:  # a run that does not exist
-            assert line.startswith((rule, f"nsa: {rule}"))
-    assert sorted(windows["left"]) == ["text", "tiny.yaml"]
-
-
-def test_the_doctor_runs(windows: dict[str, Any]) -> None:
-    code, said, _ = windows["said"][-1]
+    assert not [name for name in found["absent"] if not kernels.fullmatch(name)]
+    assert found["gradient"] > 0
+    assert 'must lie on a CUDA GPU for backend="triton"' in found["triton"]
+    *said, (code, doctor, _) = found["said"]
     assert code == 0
-    assert "cpu: eager PyTorch" in said
+    assert "cpu: eager PyTorch" in doctor
+    rule = "the platform must be Linux or macOS, got Windows."
+    for code, _, line in said:
+        assert (code, line.count("\n")) == (2, 1)
+        assert line.startswith((rule, f"nsa: {rule}"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "tiny.yaml"]

@@ -1,7 +1,7 @@
 """Mutants: break the code on purpose, one line at a time; the tests must notice.
 
-``tests/mutants/mutants.yaml`` lists the breaks. Each is applied alone to a fresh copy of the tree,
-and the tests that it names run there. A break that no test notices has survived: a test is missing.
+Each mutant of ``tests/mutants/mutants.yaml`` is applied alone to a fresh copy of the tree, and the
+tests that it names run there. If no test fails, the mutant has survived: a test is missing.
 ``make test-mutants`` runs all of them, ``make test`` the five that are marked fast.
 """
 
@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import pydantic
 import yaml
 
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
@@ -38,7 +38,7 @@ Outcome = Literal["killed", "survived", "timeout", "broken"]
 
 
 class MutantError(Exception):
-    """The list or one of its breaks does not fit the tree."""
+    """The list or one of its mutants does not fit the tree."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class Mutant:
 
     Attributes:
         name: short, unique.
-        why: effect of the mistake, a phrase.
         file: path of the source file, from the root of the tree.
         old: text that occurs in the file exactly once.
         new: text that replaces it.
@@ -56,7 +55,6 @@ class Mutant:
     """
 
     name: str
-    why: str
     file: str
     old: str
     new: str
@@ -87,47 +85,29 @@ class Result:
         return found[1] if found else ""
 
 
-class _Group(pydantic.BaseModel, extra="allow"):
-    """Mutants of one file by name: why, old, new and, unless the group names them, tests."""
-
-    __pydantic_extra__: dict[str, Annotated[list[str], pydantic.Field(min_length=3)]]
-    tests: list[str] = pydantic.Field(default=[], validate_default=False)
-
-
-class _List(pydantic.BaseModel, extra="allow"):
-    """Groups by file, and the names of the mutants that ``make test`` runs too."""
-
-    __pydantic_extra__: dict[str, _Group]
-    fast: list[str]
-
-
 def load_mutants(path: Path) -> list[Mutant]:
-    """Read the list.
+    """Read the list: by file, entries ``name: [old, new, tests]`` and the tests of the group.
 
     Raises:
-        MutantError: the file is not YAML or has another form; a mutant repeats a name, changes
-            nothing, names no test; a fast one does not exist.
+        MutantError: a mutant repeats a name, changes nothing or names no test; a fast one does not
+            exist.
     """
-    try:
-        entries = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
-        listed = _List.model_validate(entries)
-    except (yaml.YAMLError, pydantic.ValidationError) as error:
-        raise MutantError(f"{path.name}: {error}") from error
-    mutants, unknown = dict[str, Mutant](), {*listed.fast}
-    for file, group in listed.__pydantic_extra__.items():
-        for name, (why, old, new, *tests) in group.__pydantic_extra__.items():
-            chosen = tuple(tests or group.tests)
-            if old == new or not chosen or name in mutants:
+    groups = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
+    mutants, fast = dict[str, Mutant](), {*groups.pop("fast")}
+    for file, group in groups.items():
+        shared = group.pop("tests", [])
+        for name, (old, new, *tests) in group.items():
+            if old == new or not (tests or shared) or name in mutants:
                 rule = "changes nothing, names no test or has a name that is used twice"
                 raise MutantError(f"{path.name}: {name} {rule}")
-            mutants[name] = Mutant(name, why, file, old, new, chosen, name in listed.fast)
-    if unknown - {*mutants}:
-        raise MutantError(f"{path.name}: fast mutants that do not exist: {unknown - {*mutants}}")
+            mutants[name] = Mutant(name, file, old, new, (*(tests or shared),), name in fast)
+    if fast - {*mutants}:
+        raise MutantError(f"{path.name}: fast mutants that do not exist: {fast - {*mutants}}")
     return list(mutants.values())
 
 
 def apply_mutant(mutant: Mutant, root: Path) -> None:
-    """Write the break into the tree at ``root``.
+    """Write the mutant into the tree at ``root``.
 
     Raises:
         MutantError: the file or a test does not exist, or ``old`` does not occur in the file
@@ -166,50 +146,38 @@ def run_tests(
         MutantError: see :func:`apply_mutant`.
     """
     left_out = shutil.ignore_patterns("*.pyc.*", "*.png")  # the first: byte code half written
-    begin, result = time.monotonic(), Result("survived", 0.0, "")
+    begin, output = time.monotonic(), ""
+    outcome: Outcome = "survived"
     with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as folder:
         root = Path(folder)
-        for name in COPIED:
-            if (source / name).is_dir():
-                shutil.copytree(source / name, root / name, ignore=left_out)
-            elif (source / name).is_file():
-                shutil.copy2(source / name, root / name)
+        for path in (source / name for name in COPIED if (source / name).exists()):
+            copy = partial(shutil.copytree, ignore=left_out) if path.is_dir() else shutil.copy2
+            copy(path, root / path.name)
         if mutant is not None:
             apply_mutant(mutant, root)
         for interpreted in (False, True):
             chosen = [test for test in tests if test.startswith(INTERPRETED) == interpreted]
-            if chosen and result.outcome == "survived":
+            if chosen and outcome == "survived":
                 outcome, output = _run_pytest(root, chosen, time_limit_s, interpreted)
-                result = Result(outcome, time.monotonic() - begin, output)
-    return result
+    return Result(outcome, time.monotonic() - begin, output)
 
 
 def _run_pytest(
-    root: Path,
-    tests: Sequence[str],
-    time_limit_s: float,
-    interpreted: bool,
+    root: Path, tests: Sequence[str], time_limit_s: float, interpreted: bool
 ) -> tuple[Outcome, str]:
     left_out = ("PYTEST_", "COV_", "TRITON_")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     environment = {
-        **inherited,
+        **{name: x for name, x in os.environ.items() if not name.startswith(left_out)},
         "PYTHONPATH": str(root),  # before an editable installation of the tree that was copied
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs one, and they take two seconds
         **({"TRITON_INTERPRET": "1"} if interpreted else {}),
     }
+    command = [*PYTEST, "-p", "no:cacheprovider", *tests]
+    given: Any = {"capture_output": True, "text": True, "timeout": time_limit_s, "check": False}
     try:
-        done = subprocess.run(
-            [*PYTEST, "-p", "no:cacheprovider", *tests],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=time_limit_s,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=root, env=environment, **given)
     except subprocess.TimeoutExpired:
         return "timeout", f"did not end within {time_limit_s:.0f} s"
     outcomes: dict[int, Outcome] = {0: "survived", 1: "killed"}

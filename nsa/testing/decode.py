@@ -14,7 +14,7 @@ from nsa.ops.decode import CacheTensors
 from nsa.rope import Rope
 
 # Fields with keys and values of a layer; the others are tables and counters.
-_HELD = CacheTensors._fields[:8]
+_STORED = CacheTensors._fields[:8]
 
 
 def fill_cache(cache: NSACache, count: int) -> None:
@@ -35,7 +35,7 @@ def fill_cache(cache: NSACache, count: int) -> None:
     small = cache.config.compress_block_size**-0.5
     for layer in cache.layers:
         assert layer.tensors is not None
-        for name in _HELD:
+        for name in _STORED:
             x = getattr(layer.tensors, name)
             if x is not None:
                 x.normal_(std=small if name.endswith("cmp") else 1.0, generator=generator)
@@ -68,17 +68,17 @@ def reference_step(
     """
     batch, device = tensors.num_sequences, tensors.table.device
     pages = tensors.table[sequence, : -(-(length + 1) // config.block_size)].long()
-    held = dict[str, Tensor | None]()
-    for name in _HELD:
+    stored = dict[str, Tensor | None]()
+    for name in _STORED:
         x: Tensor | None = getattr(tensors, name)
         if x is not None and name.endswith(("slc", "cmp")):
             per_page = config.block_size // (1 if "slc" in name else config.compress_stride)
             x = x.unflatten(0, (-1, per_page))[pages].flatten(0, 1)
         elif x is not None:
             x = x.unflatten(0, (batch, -1))[sequence]
-        held[name] = None if x is None else x.to(dtype, copy=True)
+        stored[name] = None if x is None else x.to(dtype, copy=True)
     own = CacheTensors(
-        **held,
+        **stored,
         table=torch.arange(len(pages), dtype=torch.int32, device=device)[None],
         lengths=tensors.lengths[sequence : sequence + 1],
         counters=tensors.counters,

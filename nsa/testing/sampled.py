@@ -21,7 +21,7 @@ from torch.nn.functional import pad, silu
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
-from nsa.ops._packed import compressed_cu_seqlens, locate, query_positions
+from nsa.ops._packed import compressed_cu_seqlens, locate, num_compressed, query_positions
 from nsa.ops._sequences import Sequences
 from nsa.ops.combination import combine_reference
 from nsa.ops.compression.reference import (
@@ -31,12 +31,11 @@ from nsa.ops.compression.reference import (
     gather_blocks,
 )
 from nsa.ops.selection.reference import (
+    block_scores,
     choose_blocks,
     coarse_keys,
     kept_coarse,
     ranked_coarse,
-    rounded_for_scores,
-    spread,
 )
 from nsa.rope import Rope, apply_rope
 from nsa.testing.budget import Budget, assert_within_budget
@@ -120,136 +119,105 @@ def sampled_values(
     scale = config.head_dim**-0.5 if scale is None else scale
     if operator == "attention":
         return _attention(x, sample, config, dtype, phi, scale)
-    return _Branch(operator, x, sample, config, dtype, scale).values()
+    values = _branch(operator, x, sample, config, dtype, scale)
+    return values if "dout" in x else {name: values[name] for name in ("out", "lse")}
 
 
 # --- Branches
-def _parts(rows: Tensor, cu_q: list[int], size: int) -> Iterator[tuple[int, Tensor]]:
+def _parts(rows: Tensor, cu_q: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
     """Yield a sequence and indices of at most ``size`` of its queries in ``rows``."""
-    sequence_of = torch.bucketize(rows, torch.tensor(cu_q[1:], device=rows.device), right=True)
+    sequence_of = torch.bucketize(rows, cu_q[1:].long(), right=True)
     for sequence in sequence_of.unique().tolist():
         for part in (sequence_of == sequence).nonzero()[:, 0].split(max(size, 1)):
             yield sequence, part
 
 
-class _Branch:
-    """Softmax attention over the keys of one branch; ``gate`` ``[T, Hq]`` scales its gradient."""
+def _visible(
+    name: str, x: Mapping[str, Tensor], rows: Tensor, t: Tensor, keys: Tensor, config: NSAConfig
+) -> Tensor:
+    """Visibility of keys of a sequence for queries at ``t [R, 1]``, bool ``[R, Hkv or 1, m]``."""
+    if name == "cmp":
+        return (keys * config.compress_stride + config.compress_block_size - 1 <= t)[:, None]
+    if name == "win":
+        return ((keys <= t) & (keys > t - config.window_size))[:, None]
+    ids = x["block_indices"][rows][..., None]  # [R, Hkv, n, 1]
+    return (ids == keys // config.block_size).any(2) & (keys <= t)[:, None]
 
-    def __init__(
-        self,
-        name: str,
-        x: Mapping[str, Tensor],
-        sample: Sample,
-        config: NSAConfig,
-        dtype: torch.dtype,
-        scale: float,
-        gate: Tensor | None = None,
-    ) -> None:
-        self.name, self.x, self.sample, self.config = name, x, sample, config
-        self.dtype, self.scale, self.gate = dtype, scale, gate
-        self.compute = torch.promote_types(dtype, torch.float32)
-        self.k, self.v = (x[kind].to(self.compute) for kind in "kv")
-        self.positions = query_positions(x["q"].shape[0], sample.cu_q, sample.cu_k)
-        cu_key = compressed_cu_seqlens(sample.cu_k, config) if name == "cmp" else sample.cu_k
-        self.cu_q, self.cu_key = sample.cu_q.tolist(), cu_key.tolist()
-        self.longest = max((b - a for a, b in pairwise(self.cu_key)), default=0)
 
-    @torch.no_grad()
-    def values(self) -> Values:
-        """Results of the sampled queries, and gradients of the sampled keys."""
-        queries, keys = self.sample.queries, self.sample.keys
-        names = ("out", "lse", "dq")[: 3 if "dout" in self.x else 2]
-        found = self.run(queries, keys[:0])
-        values = {name: (queries, found[name]) for name in names}
-        if "dout" in self.x:
-            found = self.run(self.seeing(keys), keys)
-            values |= {name: (keys, found[name]) for name in ("dk", "dv")}
-        return values
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain attention of scaled queries ``[R, Hkv, G, D]``: weights, output, and lse."""
+    scores = torch.einsum("rhgd,khd->rhgk", q, k).masked_fill(~visible[:, :, None], -torch.inf)
+    row_max = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    lse = (row_max + total.log()).flatten(1)
+    total = torch.where(total > 0, total, 1.0)
+    out = torch.einsum("rhgk,khd->rhgd", weights.to(dtype).to(q.dtype), v) / total
+    return weights / total, out.to(dtype).to(q.dtype), lse
 
-    def visible(self, rows: Tensor, keys: Tensor, sequence: int) -> Tensor:
-        """Visibility mask of queries and keys of one sequence, bool ``[R, Hkv or 1, m]``."""
-        t, config = self.positions[rows][:, None], self.config
-        if self.name == "cmp":
-            end = keys * config.compress_stride + config.compress_block_size - 1
-            return (end <= t)[:, None]
-        if self.name == "win":
-            return ((keys <= t) & (keys > t - config.window_size))[:, None]
-        ids = self.x["block_indices"][rows].long()
-        ids = torch.where(ids <= t[..., None] // config.block_size, ids, -1)
-        num_blocks = -(-(self.cu_key[sequence + 1] - self.cu_key[sequence]) // config.block_size)
-        return _marked(ids, num_blocks)[..., keys // config.block_size] & (keys <= t)[:, None]
 
-    def seeing(self, keys: Tensor) -> Tensor:
-        """Query rows that see at least one of the packed keys."""
-        rows = self.x["dout"].flatten(1).any(1).nonzero()[:, 0]
-        found = [rows[:0]]
-        # Size of the mask: a bool for each key and each block of at least 16 tokens.
-        size = PART_ELEMENTS // (self.k.shape[1] * (len(keys) + self.longest // 16 + 1))
-        for sequence, part in _parts(rows, self.cu_q, size):
-            first, end = self.cu_key[sequence : sequence + 2]
-            inside = keys[(keys >= first) & (keys < end)] - first
-            seen = self.visible(rows[part], inside, sequence).flatten(1).any(1)
-            found.append(rows[part][seen])
-        return torch.cat(found)
+@torch.no_grad()
+def _branch(
+    name: str,
+    x: Mapping[str, Tensor],
+    sample: Sample,
+    config: NSAConfig,
+    dtype: torch.dtype,
+    scale: float,
+    gate: Tensor | None = None,
+) -> Values:
+    """Results of softmax attention over the keys of one branch at sampled queries and keys.
 
-    def run(self, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
-        """Results of queries, and their contributions to the gradients of packed keys."""
-        (heads, dim), value_dim = self.x["q"].shape[1:], self.v.shape[-1]
-        out = rows.new_zeros(len(rows), heads, value_dim, dtype=self.dtype)
-        dq = rows.new_zeros(len(rows), heads, dim, dtype=self.dtype)
-        lse = rows.new_full((len(rows), heads), -torch.inf, dtype=self.compute)
-        dk, dv = (x.new_zeros(len(keys), *x.shape[1:]) for x in (self.k, self.v))
-        size = PART_ELEMENTS // (max(self.longest, 1) * heads)
-        for sequence, part in _parts(rows, self.cu_q, size):
-            first = self.cu_key[sequence]
-            t = self.positions[rows[part]]
-            start, stop = 0, int(t.max()) + 1
-            if self.name == "cmp":
-                stop = (stop - self.config.compress_block_size) // self.config.compress_stride + 1
-            if self.name == "win":
-                start = max(int(t.min()) - self.config.window_size + 1, 0)
-            if stop <= start:
-                continue
-            span = torch.arange(start, stop, device=rows.device)
-            visible = self.visible(rows[part], span, sequence)
-            k, v = (x[first + start : first + stop] for x in (self.k, self.v))
-            q, weights, out[part], lse[part] = self.forward(rows[part], k, v, visible)
-            if "dout" not in self.x:
-                continue
-            dout = self.gradient(rows[part])
-            delta = (out[part].to(self.compute).unflatten(1, dout.shape[1:3]) * dout).sum(-1)
-            ds = weights * (torch.einsum("rhgd,khd->rhgk", dout, v) - delta[..., None])
-            weights, ds = (y.to(self.dtype).to(self.compute) for y in (weights, ds))
-            rows_dq = torch.einsum("rhgk,khd->rhgd", ds, k) * self.scale
-            dq[part] = rows_dq.flatten(1, 2).to(self.dtype)
-            mine = ((keys >= first + start) & (keys < first + stop)).nonzero()[:, 0]
-            column = keys[mine] - first - start
+    ``gate`` ``[T, Hq]`` scales the gradient of the output.
+    """
+    compute, keys = torch.promote_types(dtype, torch.float32), sample.keys
+    k, v = (x[kind].to(compute) for kind in "kv")
+    positions = query_positions(x["q"].shape[0], sample.cu_q, sample.cu_k)[:, None]
+    cu_key = compressed_cu_seqlens(sample.cu_k, config) if name == "cmp" else sample.cu_k
+    edges, kv_heads = cu_key.tolist(), k.shape[1]
+    seeing = [sample.queries]
+    if "dout" in x:  # and all queries that see a sampled key
+        rows = x["dout"].flatten(1).any(1).nonzero()[:, 0]
+        size = PART_ELEMENTS // (kv_heads * config.num_selected_blocks * (len(keys) + 1))
+        for sequence, part in _parts(rows, sample.cu_q, size):
+            first, end = edges[sequence : sequence + 2]
+            inside, some = keys[(keys >= first) & (keys < end)] - first, rows[part]
+            seen = _visible(name, x, some, positions[some], inside, config)
+            seeing.append(some[seen.flatten(1).any(1)])
+    rows = torch.cat(seeing).unique()
+    out = rows.new_zeros(len(rows), *x["q"].shape[1:-1], v.shape[-1], dtype=dtype)
+    dq = rows.new_zeros(len(rows), *x["q"].shape[1:], dtype=dtype)
+    lse = rows.new_full(out.shape[:2], -torch.inf, dtype=compute)
+    dk, dv = (y.new_zeros(len(keys), *y.shape[1:]) for y in (k, v))
+    longest = max((b - a for a, b in pairwise(edges)), default=0)
+    size = PART_ELEMENTS // (max(longest, 1) * out.shape[1])
+    for sequence, part in _parts(rows, sample.cu_q, size):
+        (first, end), some = edges[sequence : sequence + 2], rows[part]
+        if first == end:
+            continue
+        own = torch.arange(end - first, device=rows.device)
+        visible = _visible(name, x, some, positions[some], own, config)
+        q = x["q"][some].to(compute).unflatten(1, (kv_heads, -1)) * scale
+        weights, own_out, lse[part] = _attend(q, k[first:end], v[first:end], visible, dtype)
+        out[part] = own_out.flatten(1, 2).to(dtype)
+        if "dout" in x:
+            dout = x["dout"][some].to(compute)
+            dout = dout if gate is None else dout * gate[some, :, None].to(compute)
+            dout = dout.to(dtype).to(compute).unflatten(1, (kv_heads, -1))
+            dp = torch.einsum("rhgd,khd->rhgk", dout, v[first:end])
+            ds = weights * (dp - (own_out * dout).sum(-1, keepdim=True))
+            weights, ds = (y.to(dtype).to(compute) for y in (weights, ds))
+            own_dq = torch.einsum("rhgk,khd->rhgd", ds, k[first:end]) * scale
+            dq[part] = own_dq.flatten(1, 2).to(dtype)
+            mine = ((keys >= first) & (keys < end)).nonzero()[:, 0]
+            column = keys[mine] - first
             dv[mine] += torch.einsum("rhgm,rhgd->mhd", weights[..., column], dout)
-            dk[mine] += torch.einsum("rhgm,rhgd->mhd", ds[..., column], q) * self.scale
-        dk, dv = dk.to(self.dtype), dv.to(self.dtype)
-        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-    def forward(
-        self, rows: Tensor, k: Tensor, v: Tensor, visible: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Grouped queries and attention weights ``[R, Hkv, G, ...]``, out, and lse."""
-        q = self.x["q"][rows].to(self.compute).unflatten(1, (k.shape[1], -1))
-        scores = torch.einsum("rhgd,khd->rhgk", q, k) * self.scale
-        scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
-        row_max = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(self.compute).min)
-        weights = torch.exp(scores - row_max)
-        total = weights.sum(-1, keepdim=True)
-        out = torch.einsum("rhgk,khd->rhgd", weights.to(self.dtype).to(self.compute), v)
-        lse = (row_max + total.log()).flatten(1)
-        total = torch.where(total > 0, total, 1.0)
-        return q, weights / total, (out / total).flatten(1, 2).to(self.dtype), lse
-
-    def gradient(self, rows: Tensor) -> Tensor:
-        """Gradient of the branch's output, ``[R, Hkv, G, Dv]``."""
-        dout = self.x["dout"][rows].to(self.compute)
-        if self.gate is not None:
-            dout = (dout * self.gate[rows, :, None].to(self.compute)).to(self.dtype)
-        return dout.to(self.dtype).to(self.compute).unflatten(1, (self.k.shape[1], -1))
+            dk[mine] += torch.einsum("rhgm,rhgd->mhd", ds[..., column], q)
+    at = torch.searchsorted(rows, sample.queries)
+    values = {name: (sample.queries, y[at]) for name, y in (("out", out), ("lse", lse), ("dq", dq))}
+    return values | {"dk": (keys, dk.to(dtype)), "dv": (keys, dv.to(dtype))}
 
 
 # --- Compression
@@ -331,7 +299,7 @@ def _attention(
         given["q"] = x.get("q_cmp", x["q"]) if name == "cmp" else x["q"]
         given |= {key: x[key] for key in ("block_indices", "dout") if key in x}
         gate = x["gates"][..., BRANCHES.index(name)]
-        results[name] = values = _Branch(name, given, sample, config, dtype, scale, gate).values()
+        results[name] = values = _branch(name, given, sample, config, dtype, scale, gate)
         sample = sample._replace(keys=tokens)
         for kind in "kv" if "dout" in x else "":
             rows, gradient = values[f"d{kind}"]
@@ -508,73 +476,51 @@ def sampled_selection(
         config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
-    rows, cu_k = sample.queries, sample.cu_k.tolist()
-    cu_cmp = compressed_cu_seqlens(sample.cu_k, config).tolist()
-    longest = max((b - a for a, b in pairwise(cu_k)), default=0)
-    num_blocks = max(-(-longest // config.block_size), 1)
-    positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[rows]
-    shape = (rows.numel(), k_cmp.shape[1])
-    indices = rows.new_zeros(*shape, config.num_selected_blocks, dtype=torch.int32)
-    must, may = (rows.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
-    size = PART_ELEMENTS // (q.shape[1] * max(longest // config.compress_stride, 1))
     scale = config.head_dim**-0.5 if scale is None else scale
-    for sequence, part in _parts(rows, sample.cu_q.tolist(), size):
-        keys = k_cmp[slice(*cu_cmp[sequence : sequence + 2])]
-        scores, kept, unsure = _scores(
-            q[rows[part]], keys, positions[part], num_blocks, config, scale
-        )
-        indices[part] = choose_blocks(scores, positions[part], config, kept)
-        selected = _marked(indices[part].long(), num_blocks)
-        block = torch.arange(num_blocks, device=q.device)
-        current = (positions[part] // config.block_size)[:, None, None]
-        free = (block >= config.num_init_blocks) & (block <= current - config.num_local_blocks)
-        nth_best = scores.masked_fill(~(selected & free), torch.inf).amin(-1, keepdim=True)
-        close = free & ((scores - nth_best).abs() <= BOUND * nth_best) & nth_best.isfinite()
-        if kept is not None:
-            inside = block * config.block_size // (config.coarse_block_size or 1)
-            close &= kept[..., inside.clamp(max=kept.shape[-1] - 1)]
-        # The n-th best block is always near itself: it is ambiguous only if another block is.
-        close &= (close & ~selected).any(-1, keepdim=True)
-        must[part] = selected & ~close & ~unsure
-        may[part] = selected | close | unsure
+    positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
+    first = compressed_cu_seqlens(sample.cu_k, config).tolist()
+    shape = (len(positions), k_cmp.shape[1])
+    num_blocks = int(positions.amax()) // config.block_size + 1 if len(positions) else 1
+    indices = positions.new_zeros(*shape, config.num_selected_blocks, dtype=torch.int32)
+    must, may = (positions.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
+    for sequence, part in _parts(sample.queries, sample.cu_q, 1):
+        keys = k_cmp[first[sequence] :][: int(num_compressed(positions[part] + 1, config))]
+        row = q[sample.queries[part]].double(), keys.double()
+        found = _select(*row, positions[part], config, scale)
+        indices[part] = found[0]
+        for whole, mask in zip((must, may), found[1:], strict=True):
+            whole[part, :, : mask.shape[-1]] = mask
     return SampledSelection(config, positions, indices, must, may)
 
 
-def _scores(
-    q: Tensor, keys: Tensor, positions: Tensor, num_blocks: int, config: NSAConfig, scale: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Block scores ``[R, Hkv, M]`` for queries of one sequence, and the result of the first stage.
-
-    The first stage returns bool ``[R, Hkv, coarse blocks]`` or None, and bool ``[R, Hkv, 1]``,
-    whether it depends on rounding.
-    """
-
-    def logits(q: Tensor, k: Tensor) -> Tensor:  # [Hkv, G, R, C]
-        return grouped_scores(q.double()[None], k.double()[None], scale)[0]
-
-    row = torch.arange(len(keys), device=q.device)
-    visible = row * config.compress_stride + config.compress_block_size - 1 <= positions[:, None]
-    exact = logits(q, keys)
-    lse = exact.masked_fill(~visible, -torch.inf).logsumexp(-1, keepdim=True)
-    if config.score_precision != "exact":
-        exact = logits(rounded_for_scores(q, config), rounded_for_scores(keys, config))
-    group = torch.where(visible, torch.exp(exact - lse), 0.0).sum(1).transpose(0, 1)
-    scores = spread(group, num_blocks, config)
-    unsure = scores.new_zeros(*scores.shape[:2], 1, dtype=torch.bool)
-    if config.coarse_block_size is None:
-        return scores, None, unsure
-    # Offsets of as many tokens as the keys of whole coarse blocks need.
-    num_keys = (len(keys) - 1) * config.compress_stride + config.compress_block_size
-    cu_k = torch.tensor([0, num_keys], dtype=torch.int32, device=q.device)
-    means, _ = coarse_keys(keys, config, Sequences((cu_k, cu_k), 1, 0, 0, q.device))
-    coarse = torch.exp(logits(q, means) - lse).sum(1).transpose(0, 1)
-    num_coarse = -(-num_blocks * config.block_size // config.coarse_block_size)
-    coarse = pad(coarse, (0, num_coarse - coarse.shape[-1]))
-    ranked = ranked_coarse(coarse, positions, config)
-    kept = kept_coarse(ranked, config)
-    lowest = ranked.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    unsure = ranked.masked_fill(kept, -torch.inf).amax(-1, keepdim=True) >= lowest * (1 - BOUND)
-    return scores, kept, unsure
+def _select(
+    q: Tensor, keys: Tensor, position: Tensor, config: NSAConfig, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected."""
+    length = int(position) + 1
+    sequences = Sequences(None, 1, 1, length, q.device)
+    lse = grouped_scores(q[None], keys[None], scale).logsumexp(-1).view(1, -1)  # [1, Hq]
+    scores = block_scores(q, keys, lse, config, sequences, scale)  # [1, Hkv, M]
+    block, kept = torch.arange(scores.shape[-1], device=q.device), None
+    unsure = torch.zeros_like(block[:1], dtype=torch.bool)
+    free = (block >= config.num_init_blocks) & (block <= block[-1] - config.num_local_blocks)
+    if config.coarse_block_size is not None:
+        means, _ = coarse_keys(keys, config, sequences)
+        group = grouped_scores(q[None], means[None], scale)[0, :, :, 0]  # [Hkv, G, coarse blocks]
+        coarse = torch.exp(group - lse.view(*group.shape[:2], 1)).sum(1)[None]
+        coarse = pad(coarse, (0, -(-length // config.coarse_block_size) - coarse.shape[-1]))
+        ranked = ranked_coarse(coarse, position, config)
+        kept = kept_coarse(ranked, config)
+        lowest = ranked.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        unsure = ranked.masked_fill(kept, -torch.inf).amax(-1, keepdim=True) >= lowest * (1 - BOUND)
+        free = free & kept[..., block * config.block_size // config.coarse_block_size]
+    indices = choose_blocks(scores, position, config, kept)
+    selected = _marked(indices.long(), len(block))
+    nth_best = scores.masked_fill(~(selected & free), torch.inf).amin(-1, keepdim=True)
+    close = free & ((scores - nth_best).abs() <= BOUND * nth_best) & nth_best.isfinite()
+    # The n-th best block is always near itself: it is ambiguous only if another block is.
+    close = close & (close & ~selected).any(-1, keepdim=True)
+    return indices, selected & ~close & ~unsure, selected | close | unsure
 
 
 def _marked(ids: Tensor, num_blocks: int) -> Tensor:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nsa.errors import option
 from nsa.lm.decoder import Decoder
@@ -374,11 +373,9 @@ def compare_losses(
 
 def loaded(setting: Setting) -> list[str]:
     """Load the export of a run in transformers and compare it with the run."""
-    exported = setting.trained.parent / "exported"
+    exported, cuda = setting.trained.parent / "exported", torch.device("cuda")
     text = Path(programs.__file__).read_text(encoding="utf-8")
-    remark, faults = compare_export(
-        setting.trained, exported, torch.device("cuda"), text, NEW_TOKENS
-    )
+    remark, faults = compare_export(setting.trained, exported, cuda, text, NEW_TOKENS)
     setting.remarks.append(remark)
     gc.collect()
     torch.cuda.empty_cache()
@@ -389,18 +386,7 @@ def loaded(setting: Setting) -> list[str]:
 def compare_export(
     run: Path, exported: Path, device: torch.device, text: str, new_tokens: int
 ) -> tuple[str, list[str]]:
-    """Load the run, the export in transformers, and the exported weights into a third model.
-
-    Args:
-        run: run folder of a byte model.
-        exported: folder made by ``nsa export`` from its last checkpoint, in fp32.
-        device: device of the models.
-        text: input.
-        new_tokens: number of greedily generated tokens.
-
-    Returns:
-        A note and the faults.
-    """
+    """Compare the fp32 export of a byte model in transformers with the run: a note and faults."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import nsa.hf  # noqa: F401 - registers the classes
@@ -409,35 +395,27 @@ def compare_export(
     config = folder.load_config().model
     ours, step = load_model(config, list_checkpoints(folder.checkpoints)[-1], device)
     theirs = AutoModelForCausalLM.from_pretrained(exported).to(device)
-    back = LanguageModel(config)
-    load_initial(exported, back)
+    load_initial(exported, back := LanguageModel(config))
     pairs = zip(ours.parameters(), back.parameters(), strict=True)
     is_equal = all(torch.equal(a.cpu(), b) for a, b in pairs)
-    tokens = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(device)
-    ids = tokens["input_ids"]
+    ids = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(device)["input_ids"]
     difference = float((ours(ids[0]) - theirs(input_ids=ids).logits[0]).abs().max())
     prompt = ids[:, :PROMPT_TOKENS]
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens}
     drawn = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    faults = [] if is_equal else ["weights read back from the folder are not those of the run"]
-    if ids[0].tolist() != [*text.encode()]:
-        faults.append("the tokenizer does not give the bytes of a text")
-    if not difference <= MAX_LOGIT_DIFFERENCE:
-        faults.append(f"logits differ by {difference:.2e}, at most {MAX_LOGIT_DIFFERENCE}")
-    if drawn[0, prompt.shape[1] :].tolist() != _greedy(ours, prompt, new_tokens):
-        faults.append("generate() writes another text")
-    said = f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}"
-    return f"{said}; {new_tokens} tokens generated", faults
-
-
-def _greedy(model: LanguageModel, prompt: Tensor, count: int) -> list[int]:
-    decoder = Decoder(model, max_tokens=prompt.shape[1] + count)
-    logits = decoder.prefill(prompt.tolist())
-    drawn = [int(logits.argmax())]
-    while len(drawn) < count:
-        logits = decoder.step(torch.tensor([drawn[-1:]], device=prompt.device))
-        drawn.append(int(logits.argmax()))
-    return drawn
+    decoder = Decoder(ours, max_tokens=prompt.shape[1] + new_tokens)
+    logits, expected = decoder.prefill(prompt.tolist()), prompt[0].tolist()
+    for _ in range(new_tokens):
+        expected.append(int(logits.argmax()))
+        logits = decoder.step(torch.tensor([expected[-1:]], device=device))
+    faults = {
+        "weights read back from the folder are not those of the run": not is_equal,
+        "the tokenizer does not give the bytes of a text": ids[0].tolist() != [*text.encode()],
+        f"logits differ by {difference:.2e}": not difference <= MAX_LOGIT_DIFFERENCE,
+        "generate() writes another text": drawn[0].tolist() != expected,
+    }
+    note = f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}"
+    return note, [fault for fault, is_found in faults.items() if is_found]
 
 
 def foreign(setting: Setting) -> list[str]:

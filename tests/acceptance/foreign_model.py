@@ -122,14 +122,15 @@ def measure(size: Size, device: torch.device, backend: str) -> Found:
     model = Decoder(size).to(device)
     nn.init.normal_(model.embedding.weight, std=0.02)
     batches = make_batches(size, device)
-    exact, _ = train(copy.deepcopy(model), batches, autocast=False)
-    eager, _ = train(copy.deepcopy(model), batches, autocast=True)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled, graphs = train(copy.deepcopy(model), batches, autocast=True, backend=backend)
+    losses, graphs = [], list[int]()
+    for autocast, name in ((False, None), (True, None), (True, backend)):
+        torch._dynamo.reset()
+        counters.clear()
+        found, graphs = train(copy.deepcopy(model), batches, autocast=autocast, backend=name)
+        losses.append(found)
     numbers = range(len(size.warmup), len(batches))
     recompiled = [list(batches[i].shape) for i in numbers if graphs[i] > graphs[i - 1]]
-    return judge(size, exact, eager, compiled, recompiled)
+    return judge(size, losses, recompiled)
 
 
 def make_batches(size: Size, device: torch.device) -> list[Tensor]:
@@ -172,24 +173,13 @@ def train(
     return losses, graphs
 
 
-def judge(
-    size: Size,
-    exact: Sequence[float],
-    eager: Sequence[float],
-    compiled: Sequence[float],
-    recompiled: Sequence[list[int]],
-) -> Found:
-    """Compare the losses of the three trainings.
-
-    Args:
-        size: model and batches.
-        exact: losses in fp32.
-        eager: losses in bf16.
-        compiled: losses in bf16, compiled.
-        recompiled: shapes after the warm-up that caused a compilation.
-    """
-    gaps = ([a - b for a, b in zip(x, exact, strict=True)] for x in (eager, compiled))
-    errors = [math.sqrt(statistics.fmean(x * x for x in one)) for one in gaps]
+def judge(size: Size, losses: Sequence[Sequence[float]], recompiled: Sequence[list[int]]) -> Found:
+    """Compare the losses in fp32, in bf16, and in bf16 compiled; see :func:`measure`."""
+    exact, eager, compiled = losses
+    errors = [
+        math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(x, exact, strict=True)))
+        for x in (eager, compiled)
+    ]
     first = statistics.fmean(compiled[: len(size.warmup)])
     last = statistics.fmean(compiled[-len(size.later) :])
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())

@@ -17,7 +17,7 @@ from nsa.bench.cases import parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
-from tools.compile_only.launches import Batch, attend, launches
+from tools.compile_only.launches import attend, launches
 
 
 def test_a_sound_machine(nsa):
@@ -108,7 +108,7 @@ def test_it_names_the_kernels_for_which_tiles_are_looked_up(longest):
 
     config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
     with launches(), tiles_chosen_by(note):
-        attend(config, torch.bfloat16, Batch(longest))
+        attend(config, torch.bfloat16, longest)
     assert looked_up == set(doctor.kernel_names(longest, longest == 1024, config))
 
 

@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 
 from nsa import NSAConfig
 from tools.compile_only.driver import absent_gpu
-from tools.compile_only.launches import PARTS, decode, projection
+from tools.compile_only.launches import decode
 
 ACCESS = re.compile(r"\b(ld\.global|st\.global|cp\.async\.cg|atom\.global|red\.global|\w+\.tensor)")
 # These read weights before they wait, which no kernel writes.
@@ -31,7 +31,6 @@ def compiled_for(arch: int) -> dict[str, list[str]]:
     config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64, phi="mlp")
     with mock.patch.object(CompiledKernel, "__init__", note), absent_gpu(arch):
         decode(config, torch.bfloat16, 1, 4096)
-        projection(config, torch.bfloat16, PARTS)
     return found
 
 

@@ -190,7 +190,7 @@ def test_whole_attention_is_launched_as_by_triton(
     def attend() -> list[tuple[Any, ...]]:
         gpu.launched = []
         torch.manual_seed(0)
-        (out,), inputs = attention(config, torch.bfloat16, PARTS)  # kernels of test_compile.py
+        out, inputs = attention(config, torch.bfloat16, PARTS)  # kernels of test_compile.py
         torch.autograd.grad(out, inputs, torch.ones_like(out))
         return gpu.launched
 

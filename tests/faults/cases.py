@@ -6,7 +6,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from nsa.train.checkpoint import list_checkpoints, read_meta, step_of
@@ -290,38 +288,3 @@ def torchrun(
         yield agent
     finally:
         agent.kill()
-
-
-DAMAGES = ("bit", "truncated", "empty", "missing", "longer", "swapped", "zeros")
-
-
-def damage(file: Path, other: Path, how: str, rng: random.Random) -> None:
-    """Change a file as a bad disk or a mistake does; ``other`` is a file that takes its place."""
-    intact = file.read_bytes()
-    place = rng.randrange(len(intact))
-    flipped = bytes([intact[place] ^ 1 << rng.randrange(8)])
-    changed = {
-        "bit": intact[:place] + flipped + intact[place + 1 :],
-        "truncated": intact[:place],
-        "empty": b"",
-        "longer": intact + rng.randbytes(1 + place % 100),
-        "swapped": other.read_bytes(),
-        "zeros": intact[:place] + bytes(len(intact) - place),
-    }
-    if how == "missing" or changed[how] == intact:
-        file.unlink()
-    else:
-        file.write_bytes(changed[how])
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system in ``folder``; only the superuser of a whole machine may mount one."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is refused here; the test with RLIMIT_FSIZE takes its place")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.cases import TWO_RANKS, Run, TwoRanks, events, rows_of, torchrun, write_config
+from tests.faults.cases import Run, TwoRanks, events
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="needs /proc")
 
@@ -98,38 +98,3 @@ def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
         run.kill(signal.SIGCONT)
         run.wait_for_text("watchdog: rank 0 continues")
         run.stop()
-
-
-@LINUX
-@pytest.mark.faults
-def test_one_rank_stopped_under_torchrun_with_the_usual_limits(tmp_path: Path, count) -> None:
-    """The whole as a user has it, from SIGSTOP to the end of torchrun, within 60 s."""
-    config = write_config(tmp_path, steps=1_000_000, checkpoint_every=100_000, eval_every=0)
-    path = tmp_path / "run"
-    with torchrun("train", config, "--run-dir", path, *TWO_RANKS) as agent:
-        deadline = time.monotonic() + 120
-        while rows_of(path) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        stopped = _pid_of_rank(path, 1)
-        os.kill(stopped, signal.SIGSTOP)
-        begin = time.monotonic()
-        said, _ = agent.communicate(timeout=120)
-        seconds = time.monotonic() - begin
-    assert agent.returncode != 0, said
-    assert seconds < 60
-    for part in (f"rank 1 (process {stopped})", "state: T (stopped)", "nsa/train/trainer.py"):
-        assert part in said
-    count("one rank of two stopped under torchrun, ended within 60 s", 1, 1, seconds=round(seconds))
-
-
-def _pid_of_rank(path: Path, rank: int) -> int:
-    """The process that holds the stacks file of the rank open."""
-    target = str(path / "stacks" / f"rank-{rank}.txt")
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(link) == target for link in (process / "fd").iterdir()):
-                return int(process.name)
-        except OSError:
-            continue
-    raise AssertionError("no such process")

@@ -36,15 +36,12 @@ def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
     return nsa.process.exitcode == -signal.SIGKILL
 
 
-def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, int, int]:
-    """Kill and resume runs; returns how many resumed identically, were writing a checkpoint, had
-    none yet.
-    """
-    rng = random.Random(seed)
+def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> None:
+    """Kill and resume runs; all must end like an undisturbed one."""
+    rng, done, without = random.Random(seed), 0, 0
     expected = outcome(undisturbed(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes))
-    identical = writing = without = 0
-    while identical < number:
-        path, said = tmp_path / f"run-{identical}", tmp_path / f"said-{identical}"
+    while done < number:
+        path, said = tmp_path / f"run-{done}", tmp_path / f"said-{done}"
         words: list[str | Path] = ["train", tmp_path / "tiny.yaml", "--run-dir", path]
         env: dict[str, str] = {}
         with Nsa(*words, said=said) as nsa:
@@ -52,25 +49,21 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> tuple[int, 
         if not killed:
             shutil.rmtree(path)
             continue
-        writing += bool(list((path / "checkpoints").glob(".unfinished-*")))
         if steps_of(path):
             words = ["train", "--resume", path]
-        else:  # what torchrun does: the same command again
+        else:  # the same command again, as from torchrun
             without += 1
             env = {"TORCHELASTIC_RESTART_COUNT": "1"}
         with Nsa(*words, said=said, env=env) as nsa:
             assert nsa.end() == 0, nsa.text
-        assert outcome(path) == expected, f"run {identical} of seed {seed}"
-        identical += 1
+        assert outcome(path) == expected, f"run {done} of seed {seed}"
+        done += 1
     assert without < max(number / 2, 2), "hardly any of the killed runs had a checkpoint"
-    return identical, writing, without
 
 
 @pytest.mark.parametrize(
     ("number", "seed"),
     [(2, 1), *(pytest.param(10, 100 + part, marks=pytest.mark.faults) for part in range(10))],
 )
-def test_killed_at_random_moments(tmp_path: Path, count, number: int, seed: int) -> None:
-    identical, writing, without = kills(tmp_path, number, seed)
-    remarks = {"while_writing_a_checkpoint": writing, "before_the_first": without}
-    count("killed at random moments", number, identical, **remarks)
+def test_killed_at_random_moments(tmp_path: Path, number: int, seed: int) -> None:
+    kills(tmp_path, number, seed)

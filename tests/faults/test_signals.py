@@ -1,7 +1,6 @@
-"""What a run can be asked from outside: stop, checkpoint, stacks.
+"""Signals and the halt file: stop, checkpoint, stacks.
 
-No test measures how fast a run answers: what it must not wait for takes longer than the time that
-it is given.
+No test measures how fast a run reacts: whatever it must not wait for takes longer than its limit.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import pytest
 
 from tests.faults.cases import (
     TWO_RANKS,
+    Fault,
     Nsa,
     Run,
     TwoRanks,
@@ -41,37 +41,36 @@ PATIENT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return undisturbed(tmp_path_factory.mktemp("whole"), checkpoint_every=1000)
+    return undisturbed(tmp_path_factory.mktemp("whole"), **PATIENT)
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["SIGTERM", *(pytest.param(how, marks=in_full) for how in ("SIGINT", "SIGHUP")), "halt"],
+    ("how", "fault"),
+    [
+        ("SIGTERM", ("slow", "0.05")),
+        pytest.param("SIGINT", ("slow", "0.05"), marks=in_full),
+        pytest.param("SIGHUP", ("slow", "0.05"), marks=in_full),
+        ("halt", ("slow", "0.05")),
+        # A wait of minutes for a stream must not delay the end.
+        ("SIGTERM", ("starve", "14")),
+        pytest.param("halt", ("starve", "14"), marks=in_full),
+    ],
+    ids=str,
 )
 def test_leaves_with_a_checkpoint_and_resumes_identically(
-    tmp_path: Path, whole: Path, how: str
+    tmp_path: Path, whole: Path, how: str, fault: Fault
 ) -> None:
-    with Run(tmp_path, config=whole.parent / "tiny.yaml", fault=("slow", "0.05")) as run:
-        run.wait_for_rows(2)
+    with Run(tmp_path, config=whole.parent / "tiny.yaml", fault=fault) as run:
+        run.wait_for_rows(7 if fault[0] == "starve" else 2)
         run.stop(how)
     assert not (run.path / "halt").exists()
     (step,) = steps_of(run.path)
     assert 0 < step < 30
+    assert fault[0] != "starve" or step == 7
     (event,) = events(run.path, "stop")
     assert event["step"] == step
     by = "the halt file" if how == "halt" else how
     assert event["message"].startswith(f"stopped by {by} after step {step} of 30")
-    check_resumed(run.path, whole)
-
-
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("halt", marks=in_full)])
-def test_leaves_while_no_data_come(tmp_path: Path, how: str) -> None:
-    """A wait of minutes for a stream must not stand in the way."""
-    whole = undisturbed(tmp_path, steps=20, **PATIENT)
-    with Run(tmp_path, config=tmp_path / "tiny.yaml", fault=("starve", "14")) as run:
-        run.wait_for_rows(7)
-        run.stop(how)
-    assert steps_of(run.path) == [7]
     check_resumed(run.path, whole)
 
 
@@ -164,3 +163,39 @@ def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path: Path
         assert "SIGTERM received" in run.text
     complete("check", run.path, folder=tmp_path)
     assert steps_of(run.path) == [30]
+
+
+STARVED: dict[str, Any] = {
+    "steps": 20,
+    "checkpoint_every": 1000,
+    "data_limit_s": 1.0,
+    "stall_limit_s": 20.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("starve", "no batch in 1 s (data_limit_s)"),
+        (
+            "lose_data",
+            "source must send documents within the time limit of 300 s, got none.",
+        ),
+    ],
+)
+def test_starving_run_leaves_a_checkpoint_and_resumes_identically(
+    tmp_path: Path, fault: str, what: str
+) -> None:
+    whole = undisturbed(tmp_path, **STARVED)
+    with Run(tmp_path, config=tmp_path / "tiny.yaml", fault=(fault, "14")) as run:
+        assert run.end() == 1
+        assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in run.text
+    assert steps_of(run.path) == [7]
+    check_resumed(run.path, whole)
+
+
+def test_one_starving_rank_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
+    with TwoRanks(tmp_path, fault=("starve", "7", "1"), **STARVED) as run:
+        assert run.end() == [1, 1], run.text
+        assert "data starvation after step 7: another process got no batch" in run.ranks[0].text
+    assert steps_of(run.path) == [7]

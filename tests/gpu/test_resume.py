@@ -58,12 +58,10 @@ def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path, how):
     ("how", "number"),
     [("as it is", 4), ("compiled and replayed", 3), ("by Muon, replayed", 2), ("long", 2)],
 )
-def test_killed_at_random_moments(tmp_path, how, number, monkeypatch, count):
+def test_killed_at_random_moments(tmp_path, how, number, monkeypatch):
     # New processes: one that is forked cannot count on CUDA.
     monkeypatch.setattr(cases, "FORKS", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(
         cases, "tiny_config", lambda folder, **changes: tiny_config(folder, model=MODEL, **changes)
     )
-    identical, writing, without = kills(tmp_path, number, 7, **RUN, **HOW[how])
-    kind = f"killed on the GPU ({how}), resumed identically"
-    count(kind, number, identical, while_writing_a_checkpoint=writing, before_the_first=without)
+    kills(tmp_path, number, 7, **RUN, **HOW[how])

@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def broken(old: str = "x / 2", new: str = "x / 3", **changes: Any) -> Mutant:
-    mutant = Mutant("m", "why", "nsa/maths.py", old, new, ("tests/test_maths.py",))
+    mutant = Mutant("m", "nsa/maths.py", old, new, ("tests/test_maths.py",))
     return replace(mutant, **changes)
 
 
@@ -50,10 +50,6 @@ def test_outcome(tree, old, new, outcome):
     assert (tree / "nsa/maths.py").read_text() == SOURCE  # the tree itself is never touched
 
 
-def test_an_unbroken_tree_passes(tree):
-    assert run_tests(broken().tests, source=tree).outcome == "survived"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -71,13 +67,10 @@ def test_a_break_that_does_not_fit_is_named(tree, changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("f: {a: b: c}", "while parsing a flow mapping"),
-        ("fast: []\nf: {a: [w, x, y]}", "a changes nothing, names no test"),
-        ("fast: []\nf: {a: [w, x], tests: [t]}", "at least 3 items"),
-        ("fast: []\nf: {a: [w, x, x, t]}", "changes nothing"),
-        ("fast: []\nf: {a: [w, x, y, t]}\ng: {a: [w, x, y, t]}", "used twice"),
-        ("fast: [b]\nf: {a: [w, x, y, t]}", "do not exist: {'b'}"),
-        ("f: {a: [w, x, y, t]}", "fast\n  Field required"),
+        ("fast: []\nf: {a: [x, y]}", "a changes nothing, names no test"),
+        ("fast: []\nf: {a: [x, x, t]}", "changes nothing"),
+        ("fast: []\nf: {a: [x, y, t]}\ng: {a: [x, y, t]}", "used twice"),
+        ("fast: [b]\nf: {a: [x, y, t]}", "do not exist: {'b'}"),
     ],
 )
 def test_list_is_checked(tmp_path, text, message):

@@ -12,14 +12,9 @@ from tools.mutants import LIST, ROOT, load_mutants, run_tests
 MUTANTS = load_mutants(ROOT / LIST)
 
 
-def test_there_are_enough():
-    assert len(MUTANTS) >= 15
-    assert sum(mutant.fast for mutant in MUTANTS) == 5
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_still_applies(mutant):
-    """Each break finds its line: who changes the code changes its mutants."""
+    """Whoever changes the code changes its mutants."""
     assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
     assert all((ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
 
@@ -29,4 +24,4 @@ def test_mutant_still_applies(mutant):
 )
 def test_fast_mutant_is_killed(mutant):
     result = run_tests(mutant.tests, mutant)
-    assert result.outcome == "killed", f"{mutant.why}: {result.outcome}\n{result.output}"
+    assert result.outcome == "killed", f"{result.outcome}\n{result.output}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from nsa.ops._triton.tuning import (
     tiles_chosen_by,
 )
 from tools.compile_only.driver import SHARED_MEMORY_LIMIT, Usage, absent_gpu
-from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, Batch, attend, decode
+from tools.compile_only.launches import DENSE, LONG, PARTS, SHORT, attend, decode
 
 MAX_STACK_BYTES = 256  # bytes of a thread
 FP8_ARCH = 89  # the first with fp8 products; the library refuses them on others
@@ -79,18 +78,18 @@ STACK_THAT_WINS = {
     ("selected_gather_bwd_kernel", 192): ("dK and dV alone, 128 by 64: 13.6 ms against 14.8"),
 }
 
-# Bytes of stack that are allowed, by architecture and function, on GPUs that this project has not
-# measured. Heads of 128: a limit on registers avoids the stack, but then fewer programs run at
-# once. Decode: 8 queries in fp32, 16 heads a group, gated products.
-ALLOWED_STACK_BYTES = {
-    (120, "selected_delta_kernel"): 8,
-    (86, "decode_scan_kernel"): 8,
-    (86, "decode_merge_kernel"): 8,
-    (89, "decode_scan_kernel"): 8,
-    (89, "decode_merge_kernel"): 8,
-    (120, "decode_merge_kernel"): 8,
-    (120, "linear_kernel"): 8,
-}
+# Bytes of stack that are allowed, by architecture and function. Heads of 128: a limit on registers
+# avoids the stack, but then fewer programs run at once. Decode: 8 queries in fp32, 16 heads a
+# group, gated products. Projection: one register, in layers with separate keys for each branch.
+# All but the projection's are for GPUs that this project has not measured.
+ALLOWED_STACK_BYTES = dict.fromkeys(
+    [
+        *((arch, "heads_kernel") for arch in SHARED_MEMORY_LIMIT),
+        *((arch, f"decode_{name}_kernel") for arch in (86, 89) for name in ("scan", "merge")),
+        *((120, f"{name}_kernel") for name in ("selected_delta", "decode_merge", "linear")),
+    ],
+    8,
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Case:
         value_dim: Dv.
         group_size: G.
         dtype: key of ``DTYPES``.
-        batch: the sequences.
+        longest: promised length of the longest sequence; None makes a dense batch.
         changes: other fields of the config that differ from the default.
         queries: queries of a sequence in a decode step; 0 for forward and backward.
         max_tokens: tokens of a sequence in the decode cache.
@@ -112,37 +111,27 @@ class Case:
     value_dim: int
     group_size: int
     dtype: str = "bf16"
-    batch: Batch = PARTS
+    longest: int | None = PARTS
     changes: tuple[tuple[str, Any], ...] = ()
     queries: int = 0
     max_tokens: int = 4096
 
-    def __str__(self) -> str:
-        sizes = "/".join(map(str, dict.fromkeys((self.head_dim, self.value_dim))))
-        changes = "".join(f" {name}={value}" for name, value in self.changes)
-        step = f"queries={self.queries} max_tokens={self.max_tokens}"
-        what = step if self.queries else str(self.batch)
-        return f"D {sizes} G {self.group_size} {self.dtype} {what}{changes}"
-
     def launch(self) -> None:
         """Launch every kernel of the case."""
-        sizes = {
-            "num_heads": 2 * self.group_size,
-            "head_dim": self.head_dim,
-            "value_dim": self.value_dim,
-        }
-        config = NSAConfig(num_kv_heads=2, **{**sizes, **dict(self.changes)})
+        heads = {"num_heads": 2 * self.group_size, "num_kv_heads": 2}
+        sizes = {"head_dim": self.head_dim, "value_dim": self.value_dim}
+        config = NSAConfig(**{**heads, **sizes, **dict(self.changes)})
         if self.queries:
             decode(config, DTYPES[self.dtype], self.queries, self.max_tokens)
         else:
-            attend(config, DTYPES[self.dtype], self.batch)
+            attend(config, DTYPES[self.dtype], self.longest)
 
 
 def usual(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
     """Cases with all kernels at these sizes and the default pattern."""
     case = Case(head_dim, value_dim, group_size, dtype)
     phis = [replace(case, changes=(("phi", phi),)) for phi in ("linear", "mlp")]
-    return [case, replace(case, batch=LONG), *phis]
+    return [case, replace(case, longest=LONG), *phis]
 
 
 def steps(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -> list[Case]:
@@ -153,15 +142,10 @@ def steps(head_dim: int, value_dim: int, group_size: int, dtype: str = "bf16") -
 
 def variations() -> list[Case]:
     """Cases that differ in other settings than the sizes of heads."""
-    case = Case(64, 64, 6)
-    small = {
-        "compress_block_size": 8,
-        "compress_stride": 4,
-        "num_selected_blocks": 4,
-        "window_size": 32,
-    }
+    case = Case(64, 64, 6, longest=SHORT)
+    small = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16, "window_size": 32}
     changes: list[dict[str, Any]] = [
-        {**small, "block_size": 16},
+        {**small, "num_selected_blocks": 4},
         {"block_size": 32},
         {"block_size": 128},
         {"num_selected_blocks": 5},
@@ -174,13 +158,12 @@ def variations() -> list[Case]:
         {"compress_rope": "start", "rotary_dim": 32},
         {"branches": ("slc", "win")},
     ]
-    found = [replace(case, batch=SHORT, changes=tuple(change.items())) for change in changes]
-    scattered = [replace(case, batch=LONG, changes=(("block_size", size),)) for size in (32, 128)]
-    decoded = [
-        replace(steps(64, 64, 6)[i], changes=tuple(changes[j].items()))
-        for i, j in ((0, 0), (1, 2), (1, 5), (1, 6), (0, 10), (0, 11))
-    ]
-    return [replace(case, batch=DENSE), replace(case, batch=SHORT), *found, *scattered, *decoded]
+    found = [replace(case, changes=tuple(change.items())) for change in changes]
+    scattered = [replace(one, longest=LONG) for one in found[1:3]]
+    one, many = steps(64, 64, 6)
+    decoded = [replace(one, changes=found[i].changes) for i in (0, 10, 11)]
+    decoded += [replace(many, changes=found[i].changes) for i in (2, 5, 6)]
+    return [replace(case, longest=DENSE), case, *found, *scattered, *decoded]
 
 
 # Architectures and cases that `make test-faults` compiles; `make test` compiles some of them.
@@ -227,17 +210,17 @@ class Tuning:
     name: str = "defaults"
     table: TileTable | None = field(default=None, repr=False)
 
-    def tile(self, key: TileKey) -> Tile:
+    def tile(self, key: TileKey, _: Tile) -> Tile:
         """Tile that a GPU of this kind looks up."""
-        return (None if self.table is None else self.table.find(key)) or default_tile(
-            key, divmod(self.arch, 10)
-        )
+        found = None if self.table is None else self.table.find(key)
+        return found or default_tile(key, divmod(self.arch, 10))
 
     def head_size_of_row(self, kernel: str, size: int) -> int | None:
         """Head size of the row that a kernel uses for heads of a size; None without a row."""
-        names = {"range": ("compressed", "window")}.get(family := kernel.split("_")[0], (family,))
+        family = kernel.partition("_")[0]
+        names = ("compressed", "window") if family == "range" else (family,)
         keys = [] if self.table is None else list(self.table.rows)
-        rows = [key.head_size for key in keys if key.kernel.split("_")[0] in names]
+        rows = [key.head_size for key in keys if key.kernel.startswith(names)]
         return min((row for row in rows if row >= size), default=None)
 
 
@@ -254,7 +237,7 @@ class Record:
 
     Attributes:
         tuning: source of its tile.
-        case: the call that compiled it; later calls of the same kernel have no record.
+        case: the call that compiled it. Later calls of the same kernel have no record.
         usage: its resources.
     """
 
@@ -263,11 +246,8 @@ class Record:
     usage: Usage
 
     def __str__(self) -> str:
-        usage = self.usage
-        needs = f"{usage.stack} bytes of stack, {usage.registers} registers, {usage.shared} bytes"
-        where = f"sm_{self.tuning.arch} {self.tuning.name}: {usage.kernel}"
-        said = "".join(f", {code}" for code in usage.advisories)
-        return f"{where}: {needs} of shared memory{said} ({self.case})"
+        tuning, usage = self.tuning, self.usage
+        return f"sm_{tuning.arch} {tuning.name}: {usage}, {self.case}"
 
     def fault(self, lenient: bool) -> str | None:
         """Reason why the kernel needs too much; None if it does not.
@@ -292,25 +272,15 @@ class Record:
 
 
 def compiled(some: Iterable[Tuning], cases: Iterable[Case]) -> Iterator[Record]:
-    """Compile every kernel that cases launch, each once.
-
-    Args:
-        some: tunings of one architecture.
-        cases: the cases.
-    """
+    """Compile every kernel that cases launch, each once, for tunings of one architecture."""
     some, cases = tuple(some), tuple(cases)
-    (arch,) = {tuning.arch for tuning in some}
-    with absent_gpu(arch) as usages:
+    with absent_gpu(some[0].arch) as usages:
         for tuning in some:
-            with tiles_chosen_by(partial(_tile, tuning)):
+            with tiles_chosen_by(tuning.tile):
                 for case in cases:
                     before = len(usages)
                     case.launch()
                     yield from (Record(tuning, case, usage) for usage in usages[before:])
-
-
-def _tile(tuning: Tuning, key: TileKey, default: Tile) -> Tile:
-    return tuning.tile(key)
 
 
 def part_of_matrix(arch: int, number: int) -> list[Record]:

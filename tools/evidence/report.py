@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,15 +34,8 @@ BITS, VALIDATION = "bits per byte", "val_bits_per_byte"
 SWEEPS = ("rates", "muon_rates")
 SHOWN = (
     *("model", "seed", "parameters", "lr", "steps", "tokens", "val_bits_per_byte", "val_windows"),
-    *(
-        "test_bits_per_byte",
-        "test_windows",
-        "tokens_per_s",
-        "tokens_per_s_total",
-        "seconds",
-        "legs",
-    ),
-    *("gpu", "torch", "commit", "date", "failed"),
+    *("test_bits_per_byte", "test_windows", "tokens_per_s", "tokens_per_s_total", "seconds"),
+    *("legs", "gpu", "torch", "commit", "date", "failed"),
 )
 EXPLAINED = (
     "Fields of the rows ([README](README.md)), and the largest norm of the gradient before "
@@ -62,7 +54,9 @@ SELECTED = (
 )
 
 Row = dict[str, Any]
-Points = Sequence[tuple[float, float]]
+# Label, points and style of a line; labels of the axes, lines and settings of a plot.
+Line = tuple[str, Sequence[tuple[float, float]], Row]
+Panel = tuple[str, str, Sequence[Line], Row]
 
 
 @dataclass(frozen=True)
@@ -185,7 +179,7 @@ def pairs(runs: Sequence[Run]) -> dict[str, list[tuple[Run, Run]]]:
 
 def compared(chosen: Sequence[tuple[Run, Run]]) -> Row:
     """Statistics of ``nsa compare`` for pairs of runs."""
-    return compare(*([run.test for run in side] for side in zip(*chosen, strict=True)))
+    return compare(*([run.test for run in runs] for runs in zip(*chosen, strict=True)))
 
 
 def differences(runs: Sequence[Run]) -> list[Row]:
@@ -211,14 +205,14 @@ def by_step(runs: Sequence[Run]) -> list[Row]:
     chosen = pairs(runs).get(DENSE)
     if not chosen:
         return []
-    sides = [[run.validation() for run in side] for side in zip(*chosen, strict=True)]
-    steps = set.intersection(*({*curve} for side in sides for curve in side))
+    curves = [[run.validation() for run in runs] for runs in zip(*chosen, strict=True)]
+    steps = set.intersection(*({*curve} for model in curves for curve in model))
     names = chosen[0][0].row["model"], DENSE
     return [
         {"step": step}
         | {
-            name: fmean(curve[step][VALIDATION] for curve in side)
-            for name, side in zip(names, sides, strict=True)
+            name: fmean(curve[step][VALIDATION] for curve in model)
+            for name, model in zip(names, curves, strict=True)
         }
         for step in sorted(steps)
     ]
@@ -309,31 +303,27 @@ def by_position(runs: Sequence[Run], plot: Path) -> list[str]:
     if not chosen:
         return []
     found, model = compared(chosen), chosen[0][0].row["model"]
-    ours, dense = (
-        [folded(run["positions"]) for run in found[side]] for side in ("runs", "against")
-    )
-    bits = [[[x["bits_per_byte"] for x in one] for one in side] for side in (ours, dense)]
-    apart = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(*bits, strict=True)]
-    means = [[fmean(column) for column in zip(*side, strict=True)] for side in (*bits, apart)]
+    bins = [[folded(run["positions"]) for run in found[name]] for name in ("runs", "against")]
+    bits = np.array([[[x["bits_per_byte"] for x in one] for one in runs] for runs in bins])
+    ours, dense = bits.mean(1).tolist()
+    apart = bits[0] - bits[1]  # [seeds, bins]
     rows = [
         {"from": x["first"], "to": x["last"], model: a, DENSE: b, "difference": f"{c:+.4f}"}
-        for x, a, b, c in zip(ours[0], *means, strict=True)
+        for x, a, b, c in zip(bins[0][0], ours, dense, apart.mean(0), strict=True)
     ]
-    starts = [x["first"] for x in ours[0]]
-    alone: Row = {"marker": "."} if len(apart) == 1 else {"linewidth": 0.8}
-    curves: list[tuple[str, Sequence[float], Row]] = [
-        (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], **alone})
+    curves: list[tuple[str, NDArray[Any], Row]] = [
+        (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], "marker": "."})
         for n, ((one, _), ys) in enumerate(zip(chosen, apart, strict=True))
     ]
     if len(apart) > 1:
-        curves.append(("mean", means[2], {"color": "#000000", "marker": "."}))
-    curves.append(("no difference", [0.0] * len(starts), {"color": "#888888", "linewidth": 0.8}))
+        curves.append(("mean", apart.mean(0), {"color": "#000000", "marker": "."}))
+    curves.append(("no difference", 0 * apart[0], {"color": "#888888", "linewidth": 0.8}))
+    starts = [x["first"] for x in bins[0][0]]
     lines = [
-        (label, list(zip(starts, ys, strict=True)), {"color": COLOURS[model], **style})
+        (label, list(zip(starts, ys.tolist(), strict=True)), {"color": COLOURS[model], **style})
         for label, ys, style in curves
     ]
-    label = f"{model} minus dense, {BITS}"
-    draw(plot, [Panel("tokens of context", label, lines, {"xscale": "log"})])
+    draw(plot, [("tokens of context", f"{model} minus dense, {BITS}", lines, {"xscale": "log"})])
     return [f"Test by tokens of context, {BITS}, mean over seeds.", markdown(rows)]
 
 
@@ -351,37 +341,17 @@ def folded(bins: Sequence[Row]) -> list[Row]:
 # -------------------------------------------------------------------------------------------- plots
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One coordinate system.
-
-    Attributes:
-        x: label of the x axis.
-        y: label of the y axis.
-        lines: label, points and style of each line.
-        settings: further settings of the axes.
-    """
-
-    x: str
-    y: str
-    lines: Sequence[tuple[str, Points, Row]]
-    settings: Row
-
-
 def draw(path: Path, panels: Sequence[Panel]) -> None:
     """Draw panels side by side; the same rows give the same bytes."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     every = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, panel in zip(every, panels, strict=True):
-        for label, points, style in panel.lines:
-            xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, label=label, **{"linewidth": 1.2, **style})
-        axes.set(xlabel=panel.x, ylabel=panel.y, **panel.settings)
+    for axes, (x_label, y_label, lines, settings) in zip(every, panels, strict=True):
+        for label, points, style in lines:
+            axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1.2, **style})
+        axes.set(xlabel=x_label, ylabel=y_label, **settings)
         axes.grid(alpha=0.3)
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
-    path.write_bytes(content.getvalue())
+    figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
 
 
 def points_of(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
@@ -392,14 +362,17 @@ def points_of(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
 def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     """Validation over the second half of tokens and seconds, and differences to the first model."""
     if len(runs) == 1:
-        lines = [
-            ("training", points_of(runs[0].metrics, "step", "bits_per_byte"), {"color": "#bbbbbb"}),
-            ("validation", points_of(runs[0].metrics, "step", VALIDATION), {"marker": "."}),
+        curves: list[Line] = [
+            (label, points_of(runs[0].metrics, "step", name), {"color": color})
+            for label, name, color in (
+                ("training", "bits_per_byte", "#bbbbbb"),
+                ("validation", VALIDATION, "#4477aa"),
+            )
         ]
-        draw(path, [Panel("optimizer steps", BITS, lines, {})])
+        draw(path, [("optimizer steps", BITS, curves, {})])
         return
-    halves: dict[str, list[Any]] = {"tokens": [], "s": []}
-    apart, seeds = list[Any](), sorted({run.row["seed"] for run in runs})
+    halves: dict[str, list[Line]] = {"tokens": [], "s": []}
+    apart, seeds = list[Line](), sorted({run.row["seed"] for run in runs})
     first = min((run.row["model"] for run in runs), key=[*COLOURS].index)
     ours = {run.row["seed"]: run.validation() for run in runs if run.row["model"] == first}
     for run in runs:
@@ -410,35 +383,31 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         late = [row for row in curve.values() if 2 * row["tokens"] >= end]
         for x, lines in halves.items():
             lines.append((label, points_of(late, x, VALIDATION), style))
-        common = [step for step in curve if step in ours.get(seed, {}) and model != first]
         gaps = [
-            (float(curve[step]["tokens"]), ours[seed][step][VALIDATION] - curve[step][VALIDATION])
-            for step in common
+            {"tokens": row["tokens"], "gap": ours[seed][step][VALIDATION] - row[VALIDATION]}
+            for step, row in curve.items()
+            if model != first and step in ours.get(seed, {})
         ]
-        apart += [(label, gaps, style)] * bool(gaps)
+        apart += [(label, points_of(gaps, "tokens", "gap"), style)] * bool(gaps)
     names = {"tokens": "tokens, second half", "s": "seconds, second half of the tokens"}
-    panels = [Panel(names[x], f"validation, {BITS}", lines, {}) for x, lines in halves.items()]
-    panels.append(Panel("tokens", f"{first} minus it, same seed, {BITS}", apart, {}))
-    draw(path, panels)
+    panels: list[Panel] = [
+        (names[x], f"validation, {BITS}", lines, {}) for x, lines in halves.items()
+    ]
+    draw(path, [*panels, ("tokens", f"{first} minus it, same seed, {BITS}", apart, {})])
 
 
 def draw_layers(path: Path, run: Run) -> None:
     """Gates and overlap of each layer, dark to light."""
-    names = {
-        "gate_cmp_mean": "gate, compressed",
-        "gate_slc_mean": "gate, selected",
-        "gate_win_mean": "gate, window",
-        "selected_overlap": "overlap with the query before",
-    }
-    panels, rows = list[Panel](), run.metrics[::10]
+    names = {f"gate_{name}_mean": f"gate, {name}" for name in ("cmp", "slc", "win")}
+    names |= {"selected_overlap": "overlap with the query before"}
+    number = load_config(run.folder / "config.yaml").model.num_layers
+    shades = mpl.colormaps["viridis"].resampled(number + 1)  # the lightest is invisible
+    panels = list[Panel]()
     for name, label in names.items():
-        layers = list[Points]()
-        while points := points_of(rows, "step", f"{name}_layer_{len(layers)}"):
-            layers.append(points)
-        shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
+        columns = [points_of(run.metrics[::10], "step", f"{name}_layer_{n}") for n in range(number)]
         lines = [
             (f"layer {n}", points, {"color": shades(n), "linewidth": 0.8})
-            for n, points in enumerate(layers)
+            for n, points in enumerate(columns)
         ]
-        panels.append(Panel("optimizer steps", label, lines, {"ylim": (0, 1)}))
+        panels.append(("optimizer steps", label, lines, {"ylim": (0, 1)}))
     draw(path, panels)
