@@ -22,6 +22,11 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
 BATCH_ELEMENTS = 2**23  # of matrices that are multiplied in one batch
 
 
+def run_now(update: Callable[[Tensor], None], cancel: Tensor) -> None:
+    """Run an update without a CUDA graph."""
+    update(cancel)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon: orthogonalised Nesterov momentum with decoupled weight decay.
 
@@ -41,21 +46,18 @@ class Muon(torch.optim.Optimizer):
             self.state[matrix] = {"momentum_buffer": torch.zeros_like(matrix)}
         self._lr = torch.zeros((), dtype=torch.float64, device=params[0].device)
 
-    def step(self, cancel: Tensor, through: Through | None = None) -> None:  # type: ignore[override]
+    def step(self, cancel: Tensor, through: Through = run_now) -> None:  # type: ignore[override]
         """Update all matrices; if ``cancel`` is 1, they and their momentum do not change.
 
         Gradients are overwritten.
 
         Args:
             cancel: fp32 scalar, 0 or 1; the host does not wait for it.
-            through: called with the update and ``cancel`` in place of the update, to replay a CUDA
-                graph; the update reads its rate from the device.
+            through: calls the update with ``cancel``, or replays it as a CUDA graph; the update
+                reads its rate from the device.
         """
         self._lr.fill_(self.param_groups[0]["lr"])
-        if through is None:
-            self._update_all(cancel)
-        else:
-            through(self._update_all, cancel)
+        through(self._update_all, cancel)
 
     @torch.no_grad()
     def _update_all(self, cancel: Tensor) -> None:

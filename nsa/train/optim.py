@@ -12,7 +12,7 @@ from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression, GateLinear
 from nsa.train.config import OptimConfig
-from nsa.train.muon import Muon, Through
+from nsa.train.muon import Muon, Through, run_now
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,23 @@ class ModelOptimizer:
             {"params": list(groups.decayed.values()), "weight_decay": config.weight_decay},
             {"params": list(groups.plain.values()), "weight_decay": 0.0},
         ]
-        parts = [part for part in parts if part["params"]]
         self.adamw = torch.optim.AdamW(
             parts, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
+        self.muon: Muon | None = None
+        if groups.muon:
+            self.muon = Muon(groups.muon.values(), config.muon_lr, config.weight_decay)
         for parameter in (*groups.decayed.values(), *groups.plain.values()):
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
-        self.muon: Muon | None = None
-        if groups.muon:
-            self.muon = Muon(groups.muon.values(), config.muon_lr, config.weight_decay)
-            self._optimizers.append(self.muon)
-        rates = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._peaks = [(group, group["lr"]) for group in rates]
+        self._peaks = [
+            (group, group["lr"])
+            for optimizer in (self.adamw, self.muon)
+            for group in (optimizer.param_groups if optimizer else ())
+        ]
 
     def parameters(self) -> list[nn.Parameter]:
         """All trainable parameters."""
@@ -114,7 +114,7 @@ class ModelOptimizer:
         rate: float = self.adamw.param_groups[0]["lr"]
         return rate
 
-    def step(self, cancel: Tensor, through: Through | None = None) -> None:
+    def step(self, cancel: Tensor, through: Through = run_now) -> None:
         """Update all parameters; if ``cancel`` is 1, they and the optimizer state do not change.
 
         Args:
@@ -127,19 +127,19 @@ class ModelOptimizer:
         if self.muon is not None:
             self.muon.step(cancel, through)
 
-    def zero_grad(self, *, drop: bool = True) -> None:
-        """Drop all gradients, or set them to zero in place."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=drop)
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Live optimizer state by ``<parameter>.<state>``, to be saved or loaded into."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.named.items():
-            for optimizer in self._optimizers:
-                state = optimizer.state.get(parameter, {})
-                found |= {f"{name}.{key}": value for key, value in state.items()}
-        return found
+        states = {**self.adamw.state, **(self.muon.state if self.muon else {})}
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.named.items()
+            for key, value in states[parameter].items()
+        }
 
 
 def lr_factor(step: int, num_steps: int, warmup_steps: int, min_ratio: float = 0.0) -> float:

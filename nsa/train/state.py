@@ -61,17 +61,17 @@ class Window:
     @property
     def grad_norm_mean(self) -> float:
         """Mean over the finite steps; NaN when there was none."""
-        return self.grad_norm / self.finite_steps if self.finite_steps else math.nan
+        return self.grad_norm / (self.finite_steps or math.nan)
 
     @property
     def loss_nats(self) -> float:
         """Mean loss over the targets; NaN when no step was finite."""
-        return self.loss / self.targets if self.targets else math.nan
+        return self.loss / (self.targets or math.nan)
 
     @property
     def bits_per_byte(self) -> float:
         """Loss in bits over the bytes that the targets spell; NaN when no step was finite."""
-        return self.loss / math.log(2) / self.bytes if self.bytes else math.nan
+        return self.loss / math.log(2) / (self.bytes or math.nan)
 
 
 @dataclass

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +23,22 @@ from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpo
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.data.batch import Prefetcher, StarvedError
+from nsa.train.data.source import TokenSource
 from nsa.train.distributed.launch import Launch, check_launch, read_launch
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.strategy import distribute
 from nsa.train.execution.activations import checkpoint_activations
-from nsa.train.execution.compilation import compilations
+from nsa.train.execution.compilation import Startup, compilations
 from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import KernelsAhead
 from nsa.train.execution.precision import autocast, choose_device
-from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
+from nsa.train.muon import run_now
 from nsa.train.optim import ModelOptimizer, lr_factor
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext, log_start
 from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
 from nsa.train.run_folder import RunFolder
-from nsa.train.sequence_capacity import SequenceCapacity
 from nsa.train.state import TrainState, seed_everything
 from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
@@ -49,12 +47,8 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-# Without the assertions that the compiler adds for the results of operators, hundreds a step, which
-# take time on the host; tests check the same properties.
-COMPILER: dict[str, Any] = {
-    "fullgraph": True,
-    "options": {"size_asserts": False, "alignment_asserts": False},
-}
+# Mean length of documents in tokens that is assumed without an index.
+SHORT_DOCUMENT = 64
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
 
 
@@ -135,8 +129,13 @@ class Trainer:
         self._open_data(resumed, init_from)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        compiler = functools.partial(torch.compile, **COMPILER) if config.compile else None
-        self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
+        # Without the assertions that the compiler adds for the results of operators, hundreds a
+        # step, which take time on the host; tests check the same properties.
+        options = {"size_asserts": False, "alignment_asserts": False}
+        compiler = functools.partial(torch.compile, fullgraph=True, options=options)
+        self.loss: Callable[..., Tensor] = self.strategy.training_module(
+            compiler if config.compile else None
+        )
         self._replay = None
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
@@ -147,10 +146,10 @@ class Trainer:
             halt, launched=launch.launcher, agent=launch.agent, listens=not stops_at_once
         )
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
-        keep = config.keep_checkpoints
-        record = run_folder.metrics_jsonl
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, keep, writers, record)
-        self._step_s = math.inf
+        self._checkpoints = CheckpointWriter(
+            run_folder.checkpoints, config.keep_checkpoints, writers, run_folder.metrics_jsonl
+        )
+        self._is_first_step = True
         if resumed is not None:
             self.startup.begin("checkpoint")
             self._resume(resumed)
@@ -158,8 +157,9 @@ class Trainer:
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
-        progress, source = self.state.progress, self.data.train
-        self._capacity = SequenceCapacity(config, source, progress, self.processes)
+        progress = self.state.progress
+        capacity = first_capacity(config, self.data.train)
+        progress.sequence_capacity = max(progress.sequence_capacity, capacity)
         log_start(config, self.model, self.device, launch.allocator)
         self.startup.begin("first batch")
 
@@ -238,9 +238,9 @@ class Trainer:
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of the next optimizer step, on the host."""
         batches = self._draw(self.state.sampler)
-        if needed := self._capacity.needed(batches):
-            self._grow(needed)
-        return self._capacity.padded(batches)
+        if self._is_overfull(batches):
+            self._raise_capacity(batches)
+        return self._padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
         config, batches = self.config, []
@@ -251,9 +251,25 @@ class Trainer:
             batches.append(collate(self.data.train, indices, config.seq_len, document_mask=masked))
         return batches
 
-    def _grow(self, needed: int) -> None:
+    def _is_overfull(self, batches: list[Batch]) -> bool:
+        """Whether a micro-batch has more sequences than all are padded to."""
+        return 0 < self.state.progress.sequence_capacity < _most_sequences(batches)
+
+    def _raise_capacity(self, batches: list[Batch]) -> None:
         """Raise the capacity on all processes together; the next step is captured again."""
-        self._note("sequence_capacity", self._capacity.grow(needed), logging.WARNING)
+        progress, (most,) = self.state.progress, self.processes.largest(_most_sequences(batches))
+        before, progress.sequence_capacity = (
+            progress.sequence_capacity,
+            1 << (most - 1).bit_length(),
+        )
+        text = f"a micro-batch of {most} sequences exceeds the capacity of {before}, which is now "
+        text += f"{progress.sequence_capacity}: the step is captured again"
+        self._note("sequence_capacity", text, logging.WARNING)
+
+    def _padded(self, batches: list[Batch]) -> list[Batch]:
+        """Pad with empty sequences, because graphs have a fixed number of sequences."""
+        capacity = self.state.progress.sequence_capacity
+        return [batch.padded(capacity) if capacity else batch for batch in batches]
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """Do one optimizer step over micro-batches without waiting for the device.
@@ -297,7 +313,7 @@ class Trainer:
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
-        optimizer.step(cancel, None if self._replay is None else self._replay.update)
+        optimizer.step(cancel, self._replay.update if self._replay else run_now)
         if self._replay is None:
             optimizer.zero_grad()
         return torch.stack((loss, grad_norm, cancel))
@@ -409,10 +425,10 @@ class Trainer:
         # Results of the previous step are read while the device works on this one.
         self._read_results(keep=0 if self._reports.row_due() else 1)
         self._checkpoints.poll()
-        self._step_s = time.perf_counter() - begin
+        self._is_first_step = False
         window.steps += 1
         window.tokens += tokens
-        window.seconds += self._step_s
+        window.seconds += time.perf_counter() - begin
         window.data_seconds += fetched - begin
         return True
 
@@ -435,13 +451,12 @@ class Trainer:
         batches, place = drawn or ([], {})
         # The other processes may still be waiting for their batches.
         self.beat("exchange", wait_s)
-        needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             sum(batch.num_targets for batch in batches),
             sum(batch.num_bytes for batch in batches),
             int(drawn is None),
             int(bool(starved)),
-            int(needed > 0),
+            int(self._is_overfull(batches)),
         )
         if num_starved:
             self._checkpoint()
@@ -454,14 +469,10 @@ class Trainer:
         if num_without:
             return None
         if num_larger:
-            self._grow(needed)
+            self._raise_capacity(batches)
         self.beat("step", limit_s)
         self.state.sampler.load_state_dict(place)
-        return self._capacity.padded(batches), targets, num_bytes
-
-    @property
-    def _is_first_step(self) -> bool:
-        return self._step_s == math.inf
+        return self._padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch, seconds; 0 waits without limit.
@@ -568,3 +579,23 @@ class Trainer:
         if not self._reports.keep_folder():
             lost = f"{self.run_folder.config} is gone and could not be restored"
             raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
+
+
+def first_capacity(config: TrainConfig, source: TokenSource) -> int:
+    """Number of sequences that micro-batches of a new run are padded to; 0 without padding.
+
+    The index of the data gives the largest number of document parts in a micro-batch. A stream has
+    no index: its capacity is one sequence for ``SHORT_DOCUMENT`` tokens.
+    """
+    documents = config.data.document_mask and source.separator_id is not None
+    if not documents or not (config.compile or config.cuda_graphs):
+        return 0
+    most = source.most_sequences(config.seq_len, config.micro_batch)
+    if most is None:
+        most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
+    # More than micro_batch: sequences without a boundary would be computed by other code.
+    return max(most, config.micro_batch + 1)
+
+
+def _most_sequences(batches: list[Batch]) -> int:
+    return max((batch.num_sequences for batch in batches), default=0)

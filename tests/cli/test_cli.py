@@ -120,7 +120,7 @@ def test_a_run_begins_with_a_checkpoint_of_another(run, nsa, refusal):
     new = "train tiny.yaml --run-dir b --init-from"
     assert "be last, best or one of 2, 4, got 3" in refusal(f"{new} run --checkpoint 3")
     assert "be a folder that a run made" in refusal(f"{new} nothing")
-    assert "--init-from must hold model." in refusal(f"{new} run --model.width 64")
+    assert "--init-from must contain model." in refusal(f"{new} run --model.width 64")
     left = "--init-from must be left out with --resume"
     assert left in refusal("train --resume run --init-from run")
     alone = "--checkpoint must be given with --init-from"

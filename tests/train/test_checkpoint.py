@@ -162,9 +162,9 @@ def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.weight", torch.zeros(3, 6), r"hold model\.weight as \(3, 6\) torch\.float32"),
+        ("model.weight", torch.zeros(3, 6), r"contain model\.weight as \(3, 6\) torch\.float32"),
         ("model.weight", torch.zeros(3, 5).double(), r"model\.weight as \(3, 5\) torch\.float64"),
-        ("model.other", torch.zeros(1), r"hold model\.other as \(1,\) torch\.float32, got None"),
+        ("model.other", torch.zeros(1), r"contain model\.other as \(1,\) torch\.float32, got None"),
         ("model.weight", torch.zeros(3, 5), r"no model\.tied, got one\. It is .*step-00000001"),
     ],
 )

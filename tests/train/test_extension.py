@@ -95,6 +95,6 @@ def test_settings_without_weights_may_differ_and_sizes_may_not(tmp_path: Path) -
     new_trainer(tmp_path, "source", steps=2).run()
     pattern = dataclasses.replace(PATTERN, window_size=16, num_selected_blocks=3)
     begin_from(tmp_path / "source", tmp_path, steps=1, model={"nsa": pattern}).run()
-    message = r"--init-from must hold model\.\S+ as \(48, .* It is .*source"
+    message = r"--init-from must contain model\.\S+ as \(48, .* It is .*source"
     with pytest.raises(ValueError, match=message):
         begin_from(tmp_path / "source", tmp_path / "again", model={"mlp_hidden_size": 48})

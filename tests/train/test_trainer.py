@@ -198,7 +198,7 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
 ) -> None:
     """A stream has no index of its documents; a resumed run keeps the checkpoint's capacity."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
-    monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
+    monkeypatch.setattr("nsa.train.trainer.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, model={"attention": "dense"}, steps=3, seq_len=256)
     trainer = make_trainer(config, tmp_path / "run")
     assert trainer.state.progress.sequence_capacity == config.micro_batch + 1
