@@ -33,13 +33,17 @@ from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import KernelsAhead
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.loss import NextTokenLoss
-from nsa.train.muon import run_now
-from nsa.train.optim import ModelOptimizer, lr_factor
+from nsa.train.optim import ModelOptimizer, lr_factor, run_now
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext, log_start
-from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
 from nsa.train.run_folder import RunFolder
-from nsa.train.state import TrainState, seed_everything
+from nsa.train.state import (
+    TrainState,
+    check_same_data,
+    fault_of_rows,
+    resumed_checkpoint,
+    seed_everything,
+)
 from nsa.train.telemetry.delayed import LateReader
 from nsa.train.telemetry.metrics import Row
 from nsa.train.watch.signals import HALT, Requests
@@ -49,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 # Mean length of documents in tokens that is assumed without an index.
 SHORT_DOCUMENT = 64
-Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
+Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the position in the data after them
 
 
 class TrainingStoppedError(RuntimeError):
@@ -258,13 +262,12 @@ class Trainer:
     def _raise_capacity(self, batches: list[Batch]) -> None:
         """Raise the capacity on all processes together; the next step is captured again."""
         progress, (most,) = self.state.progress, self.processes.largest(_most_sequences(batches))
-        before, progress.sequence_capacity = (
-            progress.sequence_capacity,
-            1 << (most - 1).bit_length(),
-        )
+        before, after = progress.sequence_capacity, 1 << (most - 1).bit_length()
+        progress.sequence_capacity = after
         text = f"a micro-batch of {most} sequences exceeds the capacity of {before}, which is now "
-        text += f"{progress.sequence_capacity}: the step is captured again"
-        self._note("sequence_capacity", text, logging.WARNING)
+        self._note(
+            "sequence_capacity", f"{text}{after}: the step is captured again", logging.WARNING
+        )
 
     def _padded(self, batches: list[Batch]) -> list[Batch]:
         """Pad with empty sequences, because graphs have a fixed number of sequences."""
@@ -373,8 +376,8 @@ class Trainer:
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
                 self._on_step()
-            self._finish(stop)
-        name = signal.Signals(stop).name if stop not in (0, HALT) else None
+            name = None if stop in (0, HALT) else signal.Signals(stop).name
+            self._finish(name)
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
 
     def _batches_ahead(self) -> Prefetcher[Drawn]:
@@ -448,7 +451,7 @@ class Trainer:
             starved = f"{error} (data_limit_s)"
         except UserError as error:  # a stream gave up, or the data are damaged
             starved = str(error)
-        batches, place = drawn or ([], {})
+        batches, position = drawn or ([], {})
         # The other processes may still be waiting for their batches.
         self.beat("exchange", wait_s)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
@@ -471,7 +474,7 @@ class Trainer:
         if num_larger:
             self._raise_capacity(batches)
         self.beat("step", limit_s)
-        self.state.sampler.load_state_dict(place)
+        self.state.sampler.load_state_dict(position)
         return self._padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
@@ -553,7 +556,7 @@ class Trainer:
         found = list_checkpoints(self.run_folder.checkpoints)
         return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    def _finish(self, stop: int) -> None:
+    def _finish(self, stop: str | None) -> None:
         """Write the last checkpoint, the sample and the last lines of the log."""
         progress, steps = self.state.progress, self.config.steps
         self._wait_for_checkpoint()  # if it has failed, the next line tries again
@@ -568,9 +571,8 @@ class Trainer:
             best = f"{progress.best_val_bits_per_byte:.4f} bits per byte"
             logger.info("best validation loss: %s at step %d", best, progress.best_val_step)
         if progress.step < steps:
-            who = "the halt file" if stop == HALT else signal.Signals(stop).name
-            text = f"stopped by {who} after step {progress.step} of {steps}; resume to continue"
-            self._note("stop", text)
+            who, done = stop or "the halt file", f"after step {progress.step} of {steps}"
+            self._note("stop", f"stopped by {who} {done}; resume to continue")
         if self.processes.is_main:  # also one that nobody has read must not end the resumed run
             with suppress(FileNotFoundError, NotADirectoryError):
                 self.run_folder.halt.unlink()

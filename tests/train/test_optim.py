@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.lm.model import LanguageModel
 from nsa.plan import BYTES_PER_UPDATED
-from nsa.train import muon
+from nsa.train import optim
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, lr_factor, parameter_groups
 from tests.train.cases import MODEL, PATTERN, all_equal
@@ -71,7 +71,7 @@ def test_weights_that_are_not_fp32_are_refused():
 @NAMES
 def test_steps_are_those_of_pytorch(name, monkeypatch):
     """Bit for bit where Muon multiplies in bf16, as on a GPU."""
-    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(optim, "product_dtype", lambda device: torch.bfloat16)
     config = OptimConfig(name=name, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
@@ -105,7 +105,7 @@ def test_steps_are_those_of_pytorch(name, monkeypatch):
 @pytest.mark.parametrize("shape", [(96, 32), (32, 96)])
 def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    (found,) = muon.orthogonalized(x[None])
+    (found,) = optim.orthogonalized(x[None])
     assert found.dtype == torch.float32
     left, singular, right = torch.linalg.svd(found, full_matrices=False)
     assert singular.min() > 0.6
@@ -119,12 +119,12 @@ def test_muon_multiplies_matrices_of_one_shape_together(monkeypatch):
     matrices = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     numbers = {matrix: number for number, matrix in enumerate(matrices)}
     for size, wanted in (
-        (muon.BATCH_ELEMENTS, [[0, 2, 3], [1, 4]]),
+        (optim.BATCH_ELEMENTS, [[0, 2, 3], [1, 4]]),
         (2 * 32 * 96 + 1, [[0, 2], [3], [1, 4]]),
         (1, [[0], [2], [3], [1], [4]]),
     ):
-        monkeypatch.setattr(muon, "BATCH_ELEMENTS", size)
-        batches = muon.batches_of(matrices)
+        monkeypatch.setattr(optim, "BATCH_ELEMENTS", size)
+        batches = optim.batches_of(matrices)
         assert [[numbers[matrix] for matrix in batch] for batch in batches] == wanted
 
 
@@ -139,12 +139,12 @@ def most_bytes(run):
 
 @pytest.mark.parametrize("shapes", [[(64, 64)] * 4, [(64, 64)] * 8 + [(32, 128)] * 8, [(132, 128)]])
 def test_muon_holds_what_is_planned(shapes, monkeypatch):
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 4 * 64 * 64)
+    monkeypatch.setattr(optim, "BATCH_ELEMENTS", 4 * 64 * 64)
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for matrix in matrices:
         matrix.grad = torch.randn_like(matrix)
-    optimizer = muon.Muon(matrices, 0.01, 0.1)
-    largest = max(sum(x.numel() for x in batch) for batch in muon.batches_of(matrices))
+    optimizer = optim.Muon(matrices, 0.01, 0.1)
+    largest = max(sum(x.numel() for x in batch) for batch in optim.batches_of(matrices))
     found = most_bytes(lambda: optimizer.step(torch.zeros(()))) / largest
     # Planned is bf16, and on a CPU products are fp32.
     assert found == pytest.approx(2 * BYTES_PER_UPDATED, rel=0.05)

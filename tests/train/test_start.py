@@ -44,11 +44,11 @@ TWO = {"world_size": 2, "global_batch": 8, "cuda_graphs": True}
         ),
         (
             {**TWO, "parallel": ParallelConfig("fsdp")},
-            r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda-graphs",
+            r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda",
         ),
         (
             {**TWO, "parallel": ParallelConfig(static_graph=True)},
-            r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --cuda-graphs",
+            r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --cuda",
         ),
     ],
     ids=str,
