@@ -27,10 +27,12 @@ def make_model(seed: int = 0, **changes: Any) -> LanguageModel:
     return LanguageModel(dataclasses.replace(MODEL, **changes))
 
 
-def fill_gradients(model: LanguageModel, seed: int) -> None:
+def fill_gradients(model: LanguageModel, seed: int, first: float = 0.0) -> None:
+    """Random gradients, each with ``first`` as its first element."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad.view(-1)[0] = first
 
 
 def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
@@ -76,7 +78,7 @@ def test_steps_are_those_of_pytorch(name, monkeypatch):
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
     groups = parameter_groups(theirs, name)
-    parts = [
+    parts: list[Any] = [
         torch.optim.AdamW(
             part.values(), lr=0.01, betas=config.betas, weight_decay=decay, fused=True
         )
@@ -157,9 +159,7 @@ def test_cancelled_update_keeps_every_bit(name, poison):
     optimizer = ModelOptimizer(model, OptimConfig(name=name))
     for step in range(3):  # before the first update, too
         before = snapshot(model, optimizer)
-        fill_gradients(model, step)
-        for parameter in model.parameters():
-            parameter.grad.view(-1)[0] = poison
+        fill_gradients(model, step, poison)
         optimizer.step(torch.ones(()))
         assert all_equal(before, snapshot(model, optimizer))
         fill_gradients(model, step)

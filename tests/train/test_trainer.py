@@ -160,7 +160,11 @@ def test_compiled_once_and_equal_to_eager(tmp_path, by_layer):
     (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
     for index in range(200):
         (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
-    losses, counts, sizes = [], [], set[int]()
+    losses, counts, sizes = [], list[set[int]](), set[int]()
+
+    def count(seen):
+        seen.add(compilations.now.graphs)
+
     for compiled in (False, True):
         config = tiny_config(
             tmp_path,
@@ -171,11 +175,9 @@ def test_compiled_once_and_equal_to_eager(tmp_path, by_layer):
             data=DataConfig(source="folder", path=str(folder)),
             parallel=ParallelConfig(compile_layers=by_layer),
         )
-        folder_of_run, seen = RunFolder.create(tmp_path / f"{compiled}", config), set[int]()
-        counts.append(seen)
-        trainer = Trainer(
-            config, folder_of_run, on_step=lambda seen=seen: seen.add(compilations.now.graphs)
-        )
+        run_folder = RunFolder.create(tmp_path / f"{compiled}", config)
+        counts.append(set[int]())
+        trainer = Trainer(config, run_folder, on_step=functools.partial(count, counts[-1]))
         assert hasattr(trainer.loss, "_orig_mod") is (compiled and not by_layer)
         sizes |= {batch.num_sequences for _ in range(16) for batch in trainer.next_batches()}
         trainer.state.sampler.position = 0
@@ -378,8 +380,8 @@ def test_each_phase_has_the_time_that_it_may_take(tmp_path, monkeypatch):
     folder = RunFolder.create(tmp_path / "run", config)
     trainer = Trainer(config, folder, beat=lambda phase, _, limit_s: beats.append((phase, limit_s)))
     writer = trainer._checkpoints
-    wait = Mock(side_effect=lambda real=writer.wait: (waiting.add(beats[-1][0]), real()))
-    waiting = set[str]()
+    waiting, real = set[str](), writer.wait
+    wait = Mock(side_effect=lambda: (waiting.add(beats[-1][0]), real()))
     monkeypatch.setattr(writer, "poll", lambda: None)
     monkeypatch.setattr(writer, "wait", wait)
     trainer.run()
