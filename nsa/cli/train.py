@@ -177,7 +177,7 @@ def _run(
     from nsa.train.watch.out_of_memory import explained, hint_for_run
     from nsa.train.watch.watchdog import Watchdog
 
-    log, recording = folder.log if processes.is_main else None, None
+    log = folder.log if processes.is_main else None
 
     def on_step() -> None:
         report.step(trainer.state.progress.step)
@@ -186,14 +186,12 @@ def _run(
             next(recording)
 
     with (
-        folder.in_use() if processes.is_main else nullcontext("") as remark,
+        folder.in_use() if processes.is_main else nullcontext(),
         RunReport(log, plan.num_steps if plan else config.steps, held=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
         report.line(f"run folder: {folder.path}", event="start")
-        if remark:
-            report.line(remark, event="warning")
         trainer = Trainer(
             config,
             folder,
@@ -208,8 +206,7 @@ def _run(
         done = trainer.state.progress.step
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
-        if plan is not None:
-            recording = _recording(trainer, plan, folder)
+        recording = None if plan is None else _recording(trainer, plan, folder)
         try:
             result = trainer.run()
         except TrainingStoppedError as error:
@@ -222,8 +219,8 @@ def _run(
                 _plot(folder)
         if result.finished:
             report.line(_summary(folder, result.step, done), event="finish")
-            return 0
-        report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
+        else:
+            report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
         return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
 
 

@@ -222,11 +222,8 @@ class RunFolder:
         replace_text(self.environment, json.dumps(launches, indent=2) + "\n")
 
     @contextmanager
-    def in_use(self) -> Iterator[str]:
+    def in_use(self) -> Iterator[None]:
         """Context manager: lock the run against a second process.
-
-        Yields:
-            A remark for the user if the file system has no locks, otherwise an empty string.
 
         Raises:
             UserError: another process is working on the run.
@@ -234,7 +231,6 @@ class RunFolder:
         import fcntl  # not on Windows, where nothing trains
 
         with self.config.open("r+b") as file:
-            remark = ""
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -242,9 +238,9 @@ class RunFolder:
                 rule = "be a run that no other process is working on"
                 fail("run folder", "RUN", rule, self.path, hint)
             except OSError as error:
-                remark = f"{self.path} cannot be locked ({error.strerror}): "
-                remark += "nothing keeps a second process from this run"
-            yield remark
+                text = "%s cannot be locked (%s): nothing keeps a second process from this run"
+                logger.warning(text, self.path, error.strerror)
+            yield
 
     def is_in_use(self) -> bool:
         """Whether a process is working on the run; true if the file system has no locks."""

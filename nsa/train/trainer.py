@@ -24,7 +24,7 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.data.batch import Prefetcher, StarvedError
 from nsa.train.data.source import TokenSource
-from nsa.train.distributed.launch import Launch, check_launch, read_launch
+from nsa.train.distributed.launch import Launch, read_launch
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.strategy import distribute
 from nsa.train.execution.activations import checkpoint_activations
@@ -99,8 +99,7 @@ class Trainer:
         startup: times of the phases until the end of the first step.
 
     Raises:
-        ValueError: the configuration does not fit the launch, the device, the tokenizer or the
-            checkpoint.
+        ValueError: the configuration does not fit the device, the tokenizer or the checkpoint.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class Trainer:
         self.startup = Startup()
         self.startup.begin("device")
         launch = read_launch()
-        check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
         self._beat, self._on_step = beat, on_step
         self.device = self._prepare_device(config, launch)
@@ -133,13 +131,7 @@ class Trainer:
         self._open_data(resumed, init_from)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        # Without the assertions that the compiler adds for the results of operators, hundreds a
-        # step, which take time on the host; tests check the same properties.
-        options = {"size_asserts": False, "alignment_asserts": False}
-        compiler = functools.partial(torch.compile, fullgraph=True, options=options)
-        self.loss: Callable[..., Tensor] = self.strategy.training_module(
-            compiler if config.compile else None
-        )
+        self.loss = self._training_loss()
         self._replay = None
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
@@ -204,6 +196,15 @@ class Trainer:
             raise UserError("train", "--init-from", error.rule, error.value, error.hint) from None
         details = {"event": "start", "step": 0}
         logger.info("the run begins with the weights of %s", init_from, extra=details)
+
+    def _training_loss(self) -> Callable[..., Tensor]:
+        if not self.config.compile:
+            return self.strategy.training_module(None)
+        # Without the assertions that the compiler adds for the results of operators, hundreds a
+        # step, which take time on the host; tests check the same properties.
+        options = {"size_asserts": False, "alignment_asserts": False}
+        compiler = functools.partial(torch.compile, fullgraph=True, options=options)
+        return self.strategy.training_module(compiler)
 
     def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
         """Open the data; the main process of a new run makes the tokenizer for the others."""
