@@ -23,12 +23,11 @@ from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpo
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.data.batch import Prefetcher, StarvedError
-from nsa.train.data.source import TokenSource
 from nsa.train.distributed.launch import Launch, read_launch
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.strategy import distribute
 from nsa.train.execution.activations import checkpoint_activations
-from nsa.train.execution.compilation import Startup, compilations
+from nsa.train.execution.compilation import Startup, compilations, first_capacity
 from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import KernelsAhead
 from nsa.train.execution.precision import autocast, choose_device
@@ -51,8 +50,6 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-# Mean length of documents in tokens that is assumed without an index.
-SHORT_DOCUMENT = 64
 Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the position in the data after them
 
 
@@ -582,22 +579,6 @@ class Trainer:
         if not self._reports.keep_folder():
             lost = f"{self.run_folder.config} is gone and could not be restored"
             raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
-
-
-def first_capacity(config: TrainConfig, source: TokenSource) -> int:
-    """Number of sequences that micro-batches of a new run are padded to; 0 without padding.
-
-    The index of the data gives the largest number of document parts in a micro-batch. A stream has
-    no index: its capacity is one sequence for ``SHORT_DOCUMENT`` tokens.
-    """
-    documents = config.data.document_mask and source.separator_id is not None
-    if not documents or not (config.compile or config.cuda_graphs):
-        return 0
-    most = source.most_sequences(config.seq_len, config.micro_batch)
-    if most is None:
-        most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
-    # More than micro_batch: sequences without a boundary would be computed by other code.
-    return max(most, config.micro_batch + 1)
 
 
 def _most_sequences(batches: list[Batch]) -> int:

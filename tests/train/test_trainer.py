@@ -193,7 +193,7 @@ def test_compiled_once_and_equal_to_eager(tmp_path, by_layer):
 def test_a_fuller_batch_raises_the_capacity_for_good(tmp_path, monkeypatch, caplog):
     """A stream has no index of its documents; a resumed run keeps the checkpoint's capacity."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
-    monkeypatch.setattr("nsa.train.trainer.SHORT_DOCUMENT", 10**6)
+    monkeypatch.setattr("nsa.train.execution.compilation.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, model={"attention": "dense"}, steps=3, seq_len=256)
     trainer = make_trainer(config, tmp_path / "run")
     assert trainer.state.progress.sequence_capacity == config.micro_batch + 1

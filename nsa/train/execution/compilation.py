@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
+from nsa.train.config import TrainConfig
+from nsa.train.data.source import TokenSource
+
 logger = logging.getLogger(__name__)
+
+# Mean length of documents in tokens that is assumed without an index.
+SHORT_DOCUMENT = 64
 
 
 class Compiled(NamedTuple):
@@ -155,3 +161,20 @@ class Startup:
         phases = zip(self._begins, itertools.pairwise(marks), strict=True)
         parts = ", ".join(f"{name} {end - begin:.1f} s" for name, (begin, end) in phases)
         logger.info("first step after %.1f s: %s", self.first_step_s, parts)
+
+
+def first_capacity(config: TrainConfig, source: TokenSource) -> int:
+    """Number of sequences that micro-batches of a new run are padded to; 0 without padding.
+
+    Compiled code and CUDA graphs take a fixed number of sequences; batches of documents differ in
+    it. The index of the data gives the largest number of document parts in a micro-batch. A stream
+    has no index: its capacity is one sequence for ``SHORT_DOCUMENT`` tokens.
+    """
+    documents = config.data.document_mask and source.separator_id is not None
+    if not documents or not (config.compile or config.cuda_graphs):
+        return 0
+    most = source.most_sequences(config.seq_len, config.micro_batch)
+    if most is None:
+        most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
+    # More than micro_batch: sequences without a boundary would be computed by other code.
+    return max(most, config.micro_batch + 1)
