@@ -381,7 +381,11 @@ def test_each_phase_has_the_time_that_it_may_take(tmp_path, monkeypatch):
     trainer = Trainer(config, folder, beat=lambda phase, _, limit_s: beats.append((phase, limit_s)))
     writer = trainer._checkpoints
     waiting, real = set[str](), writer.wait
-    wait = Mock(side_effect=lambda: (waiting.add(beats[-1][0]), real()))
+
+    def wait():
+        waiting.add(beats[-1][0])
+        real()
+
     monkeypatch.setattr(writer, "poll", lambda: None)
     monkeypatch.setattr(writer, "wait", wait)
     trainer.run()
