@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from nsa.errors import check
-from nsa.fields import settle
+from nsa.errors import check, check_at_most, check_not_negative, check_positive
+from nsa.fields import check_field, settle
 
 Branch = Literal["cmp", "slc", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
@@ -47,12 +47,11 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         settle(self)
-        _rule(self, self.factor >= 1, "factor", "be at least 1")
+        check_field(self, self.factor >= 1, "factor", "be at least 1")
         fits = 0 < self.beta_slow < self.beta_fast
-        _rule(self, fits, "beta_slow", f"be positive and below beta_fast ({self.beta_fast})")
-        _positive(self, "original_max_position")
-        fits = self.original_max_position <= 2**30
-        _rule(self, fits, "original_max_position", "be at most 2**30")
+        check_field(self, fits, "beta_slow", f"be positive and below beta_fast ({self.beta_fast})")
+        check_positive(self, "original_max_position")
+        check_at_most(self, 2**30, "original_max_position")
 
 
 @dataclass(frozen=True)
@@ -152,60 +151,50 @@ class NSAConfig:
         self._check_blocks()
         self._check_selection()
         plain = self.gate == "sigmoid" or self.gate_bias == 0
-        _rule(self, plain, "gate_bias", f"be 0 with gate {self.gate}")
-        _positive(self, "gate_temperature")
+        check_field(self, plain, "gate_bias", f"be 0 with gate {self.gate}")
+        check_positive(self, "gate_temperature")
         plain = self.gate == "softmax" or self.gate_temperature == 1
-        _rule(self, plain, "gate_temperature", f"be 1 with gate {self.gate}")
+        check_field(self, plain, "gate_temperature", f"be 1 with gate {self.gate}")
         names = set(self.branches)
         rule = f"be a non-empty subset of {BRANCHES} without repeats"
-        _rule(self, 0 < len(names) == len(self.branches), "branches", rule)
+        check_field(self, 0 < len(names) == len(self.branches), "branches", rule)
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in names))
-        _rule(self, self.rope_theta > 1, "rope_theta", "be above 1")
+        check_field(self, self.rope_theta > 1, "rope_theta", "be above 1")
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
         if self.rotary_dim is not None:
             fits = 0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
             rule = f"be even and from 2 to head_dim ({self.head_dim})"
-            _rule(self, fits, "rotary_dim", rule)
+            check_field(self, fits, "rotary_dim", rule)
 
     def _check_heads(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
-            _positive(self, name)
+        check_positive(self, "num_heads", "num_kv_heads", "head_dim", "value_dim")
         # A dimension of a kernel's grid.
-        _rule(self, self.num_kv_heads < 2**16, "num_kv_heads", "be less than 65,536")
+        check_field(self, self.num_kv_heads < 2**16, "num_kv_heads", "be less than 65,536")
         divides = self.num_heads % self.num_kv_heads == 0
-        _rule(self, divides, "num_kv_heads", f"divide num_heads ({self.num_heads})")
+        check_field(self, divides, "num_kv_heads", f"divide num_heads ({self.num_heads})")
         rule = f"be at most 64 times num_kv_heads ({self.num_kv_heads})"
-        _rule(self, self.group_size <= 64, "num_heads", rule)
+        check_field(self, self.group_size <= 64, "num_heads", rule)
         for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
             fits = size % 16 == 0 and 16 <= size <= 256
-            _rule(self, fits, name, "be a multiple of 16 from 16 to 256")
+            check_field(self, fits, name, "be a multiple of 16 from 16 to 256")
 
     def _check_blocks(self) -> None:
-        for name in (
-            "compress_block_size",
-            "compress_stride",
-            "num_selected_blocks",
-            "num_local_blocks",
-            "window_size",
-        ):
-            _positive(self, name)
-        for name in ("num_init_blocks", "gate_hidden_size"):
-            _rule(self, getattr(self, name) >= 0, name, "be at least 0")
+        sizes = ("compress_block_size", "compress_stride", "window_size")
+        check_positive(self, *sizes, "num_selected_blocks", "num_local_blocks")
+        check_not_negative(self, "num_init_blocks", "gate_hidden_size")
         if self.compress_hidden_size is not None:
-            _positive(self, "compress_hidden_size")
-        for name in _AT_MOST_2_30:  # kernels add some of them to positions, in 32 bits
-            size = getattr(self, name)
-            _rule(self, size is None or size <= 2**30, name, "be at most 2**30")
+            check_positive(self, "compress_hidden_size")
+        check_at_most(self, 2**30, *_AT_MOST_2_30)  # kernels add some to positions, in 32 bits
         l, d, l_sel = self.compress_block_size, self.compress_stride, self.block_size
-        _rule(self, d >= 4, "compress_stride", "be at least 4")
-        _rule(self, l % d == 0, "compress_stride", f"divide compress_block_size ({l})")
+        check_field(self, d >= 4, "compress_stride", "be at least 4")
+        check_field(self, l % d == 0, "compress_stride", f"divide compress_block_size ({l})")
         fits = self.block_size in (16, 32, 64, 128)
-        _rule(self, fits, "block_size", "be one of 16, 32, 64, 128")
-        _rule(self, l_sel % d == 0, "compress_stride", f"divide block_size ({l_sel})")
-        _rule(self, l <= l_sel, "compress_block_size", f"be at most block_size ({l_sel})")
+        check_field(self, fits, "block_size", "be one of 16, 32, 64, 128")
+        check_field(self, l_sel % d == 0, "compress_stride", f"divide block_size ({l_sel})")
+        check_field(self, l <= l_sel, "compress_block_size", f"be at most block_size ({l_sel})")
         forced = self.num_init_blocks + self.num_local_blocks
         rule = f"be at least num_init_blocks + num_local_blocks ({forced})"
-        _rule(self, self.num_selected_blocks >= forced, "num_selected_blocks", rule)
+        check_field(self, self.num_selected_blocks >= forced, "num_selected_blocks", rule)
 
     def _check_selection(self) -> None:
         name, most = "num_selected_blocks_table", self.num_selected_blocks
@@ -218,15 +207,15 @@ class NSAConfig:
             check(fits, "NSAConfig", name, rule, row)
         if self.coarse_block_size is None:
             rule = "be 0 without coarse_block_size"
-            _rule(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)
+            check_field(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)
             return
         factor, rest = divmod(self.coarse_block_size, self.block_size)
         rule = f"be block_size ({self.block_size}) times a power of two above 1"
         is_power = rest == 0 and factor > 1 and factor & (factor - 1) == 0
-        _rule(self, is_power, "coarse_block_size", rule)
+        check_field(self, is_power, "coarse_block_size", rule)
         least = sum(self.forced_coarse_blocks)
         rule = f"be at least {least}, those that hold forced or incomplete blocks"
-        _rule(self, self.num_coarse_blocks >= least, "num_coarse_blocks", rule)
+        check_field(self, self.num_coarse_blocks >= least, "num_coarse_blocks", rule)
 
     @classmethod
     @functools.cache
@@ -260,7 +249,7 @@ class NSAConfig:
         for_all = all(layer == -1 for layer, _, _ in table)
         rule = "hold rows for every layer (-1) alone where an operator runs"
         hint = "Give it config.for_layer(i)."
-        _rule(self, for_all, "num_selected_blocks_table", rule, hint)
+        check_field(self, for_all, "num_selected_blocks_table", rule, hint)
         return tuple((length, n) for _, length, n in table)
 
     @property
@@ -290,11 +279,3 @@ class NSAConfig:
     def scores_blocks(self) -> bool:
         """Whether compressed keys are needed: for their own branch or to score blocks."""
         return "cmp" in self.branches or "slc" in self.branches
-
-
-def _rule(config: Any, holds: bool, name: str, rule: str, hint: str = "") -> None:
-    check(holds, type(config).__name__, name, rule, getattr(config, name), hint)
-
-
-def _positive(config: Any, name: str) -> None:
-    _rule(config, getattr(config, name) > 0, name, "be positive")

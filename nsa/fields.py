@@ -8,6 +8,7 @@ import math
 import numbers
 import typing
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 from nsa.errors import check, fail, nearest, nearest_hint
@@ -27,6 +28,19 @@ def settle(config: Any) -> None:
     for name, hint in _hints(cls).items():
         value = _settled(getattr(config, name), hint, cls.__name__, name)
         object.__setattr__(config, name, value)
+
+
+def check_field(config: Any, fits: bool, name: str, rule: str, hint: str = "") -> None:
+    """Check a rule about a field of a dataclass; see :func:`nsa.errors.check`.
+
+    Args:
+        config: the dataclass.
+        fits: whether the rule holds.
+        name: the field; dotted in a section.
+        rule: the rule, as the words after "must".
+        hint: advice, a sentence; may be empty.
+    """
+    check(fits, type(config).__name__, name, rule, attrgetter(name)(config), hint)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from nsa.lm.recomputation import Keeps
 from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
 from nsa.train.environment import cpu
 from nsa.train.execution.activations import kept_bytes
-from nsa.train.muon import BATCH_ELEMENTS
+from nsa.train.optim import BATCH_ELEMENTS
 from nsa.train.telemetry.throughput import peak_of
 from nsa.train.watch.out_of_memory import smaller_micro_batch
 
@@ -79,17 +79,13 @@ def find_gpu(name: str | None, memory_gib: float | None) -> Gpu | None:
     """
     found = None
     if name is not None:
-        gpus = {_short(gpu.name): gpu for gpu in KNOWN.values()}
-        gpus |= {_short(key): gpu for key, gpu in KNOWN.items()}
+        gpus = {_short(word): gpu for key, gpu in KNOWN.items() for word in (key, gpu.name)}
         # The system may not report its memory.
         gpus["cpu"] = Gpu(CPU, cpu()["memory_gib"] or math.inf)
         found = gpus.get(_short(name))
         if found is None:
-            rule, hint = (
-                f"be one of {', '.join(KNOWN)}, cpu",
-                "For another GPU give --memory-gib alone.",
-            )
-            fail("nsa plan", "--gpu", rule, repr(name), hint)
+            hint = "For another GPU give --memory-gib alone."
+            fail("nsa plan", "--gpu", f"be one of {', '.join(KNOWN)}, cpu", repr(name), hint)
     elif torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         found = Gpu(properties.name, properties.total_memory / GIB)
@@ -155,8 +151,8 @@ def step_memory(config: TrainConfig) -> Footprint:
 
     The peak is in the backward pass of a layer or of the loss, or in the optimizer's step.
     """
-    state, held = _state(config), _in_backward(config)
-    moments = [held + _activations(config, at) for at in range(config.model.num_layers + 1)]
+    state, common = _state(config), _in_backward(config)
+    moments = [common + _activations(config, at) for at in range(config.model.num_layers + 1)]
     update = Counter({GRADIENTS: state[WEIGHTS]})
     if config.optim.name == "muon":
         update[UPDATE] = BYTES_PER_UPDATED * _updated_together(config.model)
@@ -234,9 +230,8 @@ def _activations(config: TrainConfig, layer: int) -> Counter[str]:
         # which are allocated when the MLP's tensors have been freed.
         attention = attention_backward_bytes(config) - whole[MLP]
         found["gradients inside a layer"] = 4 * model.width + max(whole[MLP] // 2, attention)
-    return Counter(
-        {**{part: size * tokens for part, size in found.items()}, "logits and head": logits}
-    )
+    sizes = {part: size * tokens for part, size in found.items()}
+    return Counter({**sizes, "logits and head": logits})
 
 
 def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
@@ -254,7 +249,7 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
     attention = sum(kept.values())
     if keeps == "attention":
         return {STREAM: stream, ATTENTION: attention}
-    keys = element * pattern.num_kv_heads * (pattern.head_dim + pattern.value_dim)
+    keys = pattern.num_kv_heads * _head_bytes(config)
     attention += element * pattern.num_heads * pattern.head_dim + keys
     if model.attention == "nsa":
         # Keys and values of another branch, gates in fp32. Those of the third branch are read as
@@ -279,9 +274,8 @@ def attention_backward_bytes(config: TrainConfig) -> int:
     four rows of dq per query for NSA; dq in fp32 and dk and dv per query head for dense attention.
     """
     pattern = config.model.nsa
-    size = _element(config) * (pattern.head_dim + pattern.value_dim)
     keys = 7 if config.model.attention == "nsa" else 1
-    heads = (3 * pattern.num_heads + keys * pattern.num_kv_heads) * size
+    heads = (3 * pattern.num_heads + keys * pattern.num_kv_heads) * _head_bytes(config)
     return heads + (_chunk_bytes(config) if _is_masked_dense(config) else 0)
 
 
@@ -293,8 +287,12 @@ def _is_masked_dense(config: TrainConfig) -> bool:
 
 def _chunk_bytes(config: TrainConfig) -> int:
     """Bytes per token of masked keys and values: two chunks, all query heads."""
-    pattern = config.model.nsa
-    return 2 * _element(config) * pattern.num_heads * (pattern.head_dim + pattern.value_dim)
+    return 2 * config.model.nsa.num_heads * _head_bytes(config)
+
+
+def _head_bytes(config: TrainConfig) -> int:
+    """Bytes per token of a key head and a value head."""
+    return _element(config) * (config.model.nsa.head_dim + config.model.nsa.value_dim)
 
 
 def _element(config: TrainConfig) -> int:
@@ -360,7 +358,7 @@ class RunPlan:
         counts = self.parameters.items()
         parts = ", ".join(f"{part} {n:,}" for part, n in counts if part != "total" and n)
         yield f"  parameters  {self.parameters['total']:,}: {parts}"
-        factors = f"{config.steps:,} steps x {config.global_batch} windows x {config.seq_len:,}"
+        factors = f"{config.steps:,} steps x {config.global_batch} sequences x {config.seq_len:,}"
         yield f"  tokens      {self.tokens:,} = {factors}"
         yield f"  operations  {self.flops_per_token / 1e9:.4g} GFLOP a training token"
         needed = f"{footprint.needed / GIB:.2f} GiB for each process"
@@ -489,7 +487,7 @@ def check_plan_fits(plan: RunPlan) -> None:
     if gpu is None or needed <= gpu.memory_gib * GIB:
         return
     hint = "Nothing that trains the same makes it fit; "
-    hint += "take a smaller model, shorter windows or a GPU with more memory."
+    hint += "take a smaller model, shorter sequences or a GPU with more memory."
     for changed in alternatives(plan.config) if gpu.name != CPU else ():
         if (less := step_memory(changed).needed) <= gpu.memory_gib * GIB:
             found = differences(plan.config, changed).items()

@@ -381,7 +381,7 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("78m, on 1 x NVIDIA H100 80GB HBM3 of 79.2 GiB\n")
     for line in (
-        "tokens      409,600,000 = 50,000 steps x 4 windows x 2,048",
+        "tokens      409,600,000 = 50,000 steps x 4 sequences x 2,048",
         "saved for backward: attention",
         "time        0:",
         "GPU hours x 2",

@@ -51,9 +51,9 @@ class Group:
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as :class:`UsageError`, with a suggestion for a misspelt option."""
 
-    def __init__(self, name: str, description: str) -> None:
+    def __init__(self, name: str, about: str) -> None:
         layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(name, None, description, allow_abbrev=False, formatter_class=layout)
+        super().__init__(name, description=about, allow_abbrev=False, formatter_class=layout)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of ending the process."""

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,9 @@ def train(
         checkpoint: checkpoint of --init-from: last, best or a step (default last)
         settings: settings of the configuration
     """
-    from nsa.train.distributed.launch import check_launch, read_launch
     from nsa.train.load import load_config
-    from nsa.train.run_folder import RunFolder, next_run_path
+    from nsa.train.run_folder import RunFolder
 
-    launch = read_launch()
     if resume is not None:
         given = {"CONFIG": config, "--run-dir": run_dir, "--init-from": init_from}
         for name, value in given.items():
@@ -79,46 +77,13 @@ def train(
     else:
         hint = "For example: nsa train cpu-small"
         check(config is not None, "train", "CONFIG", "be given", "none", hint)
-        _check_run_dir(run_dir, launch.launcher)
         run = load_config(config, settings)
-    check_launch(run, launch)
     alone = checkpoint is not None and init_from is None
     check(not alone, "train", "--checkpoint", "be given with --init-from only", checkpoint)
-
-    # These import PyTorch; mistakes in the arguments above are reported before that.
-    from nsa.train.checkpoint import list_checkpoints
-    from nsa.train.distributed.processes import join
-    from nsa.train.execution.precision import choose_device
-    from nsa.train.watch.out_of_memory import check_run_fits
-
+    if resume is not None:
+        return _start("train", run, resume, resume=True, overrides=settings)
     weights = None if init_from is None else _initial_weights(init_from, checkpoint)
-    device = choose_device(run.device, launch.local_rank)
-    check_run_fits("train", run, device)
-    with join(launch, device) as processes:
-        with processes.main_first():
-            makes = processes.is_main and launch.restart == 0 and resume is None
-            if makes:
-                path = next_run_path(str(config)) if run_dir is None else run_dir
-                folder = RunFolder.create(path, run, init_from=weights)
-            else:
-                folder = RunFolder.open(resume or str(run_dir))
-            # A run that died before its first checkpoint begins again.
-            is_new = makes or (resume is None and not list_checkpoints(folder.checkpoints))
-        try:
-            initial = weights if is_new else None
-            return _run(
-                run, folder, processes, init_from=initial, overrides=settings, is_new=is_new
-            )
-        except (UserError, KeyboardInterrupt):
-            if is_new and processes.is_main and folder.holds_no_run():
-                shutil.rmtree(folder.path)
-            raise
-
-
-def _check_run_dir(run_dir: str | None, launched: bool) -> None:
-    hint = "A restart must find the run that it continues."
-    found = run_dir is not None or not launched
-    check(found, "train", "--run-dir", "be given with torchrun", "none", hint)
+    return _start("train", run, run_dir, str(config), weights=weights)
 
 
 def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
@@ -136,17 +101,77 @@ def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
     return find_checkpoint("train", folder.checkpoints, checkpoint or "last")
 
 
+def _start(
+    command: str,
+    config: TrainConfig,
+    run_dir: str | None,
+    name: str = "",
+    *,
+    resume: bool = False,
+    weights: Path | None = None,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    plan: Plan | None = None,
+) -> int:
+    """Train in a run folder, or profile; return the exit code.
+
+    Args:
+        command: name of the command, for messages.
+        config: the run.
+        run_dir: folder of the run, made unless the run is resumed or was restarted.
+        name: configuration that names the folder if ``run_dir`` is None.
+        resume: whether to continue from the newest checkpoint.
+        weights: initial weights.
+        overrides: settings that a resumption changes.
+        plan: what to profile.
+    """
+    from nsa.train.distributed.launch import check_launch, read_launch
+    from nsa.train.run_folder import RunFolder, next_run_path
+
+    launch = read_launch()
+    hint = "A restart must find the run that it continues."
+    found = run_dir is not None or not launch.launcher
+    check(found, command, "--run-dir", "be given with torchrun", "none", hint)
+    check_launch(config, launch)
+
+    # These import PyTorch; mistakes in the arguments above are reported before that.
+    from nsa.train.checkpoint import list_checkpoints
+    from nsa.train.distributed.processes import join
+    from nsa.train.execution.precision import choose_device
+    from nsa.train.watch.out_of_memory import check_run_fits
+
+    path = next_run_path(name) if run_dir is None else run_dir
+    device = choose_device(config.device, launch.local_rank)
+    check_run_fits(command, config, device)
+    with join(launch, device) as processes:
+        with processes.main_first():
+            makes = processes.is_main and launch.restart == 0 and not resume
+            if makes:
+                folder = RunFolder.create(path, config, init_from=weights)
+            else:
+                folder = RunFolder.open(path)
+            # A run that died before its first checkpoint begins again.
+            is_new = makes or not (resume or list_checkpoints(folder.checkpoints))
+        try:
+            initial = weights if is_new else None
+            code = _run(config, folder, processes, initial, overrides, is_new, plan)
+        except (UserError, KeyboardInterrupt):
+            if is_new and processes.is_main and folder.holds_no_run():
+                shutil.rmtree(folder.path)
+            raise
+        if plan is None:
+            return code
+        return _print_profile(folder.path / "profile") if processes.is_main else 0
+
+
 def _run(
     config: TrainConfig,
     folder: RunFolder,
     processes: Processes,
-    *,
-    init_from: Path | None = None,
-    overrides: Mapping[str, str] = MappingProxyType({}),
-    is_new: bool = True,
-    plan: Plan | None = None,
+    weights: Path | None,
+    overrides: Mapping[str, str],
+    is_new: bool,
+    plan: Plan | None,
 ) -> int:
-    """Train in ``folder``, or profile it. ``overrides`` are settings that a resumption changes."""
     from nsa.train.telemetry.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watch.out_of_memory import explained, hint_for_run
@@ -157,31 +182,31 @@ def _run(
     def on_step() -> None:
         report.step(trainer.state.progress.step)
         if recording is not None:
+            trainer.beat("profile", PROFILE_LIMIT_S)
             next(recording)
 
     with (
-        folder.in_use() if processes.is_main else nullcontext("") as remark,
+        folder.in_use() if processes.is_main else nullcontext(),
         RunReport(log, plan.num_steps if plan else config.steps, buffered=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("train", "the run", lambda: hint_for_run(config, folder)),
     ):
         report.line(f"run folder: {folder.path}", event="start")
-        if remark:
-            report.line(remark, event="warning")
         trainer = Trainer(
             config,
             folder,
             processes=processes,
             resume=not is_new,
-            init_from=init_from,
+            init_from=weights,
             on_row=_on_row(report, folder),
             on_step=on_step,
             beat=watchdog.beat,
         )
         report.begin()
-        done, recording = trainer.state.progress.step, _recording(trainer, plan, folder)
+        done = trainer.state.progress.step
         if not is_new and processes.is_main:
             folder.record_launch(resumed_from_step=done, overrides=overrides)
+        recording = None if plan is None else _recording(trainer, plan, folder)
         try:
             result = trainer.run()
         except TrainingStoppedError as error:
@@ -194,9 +219,19 @@ def _run(
                 _plot(folder)
         if result.finished:
             report.line(_summary(folder, result.step, done), event="finish")
-            return 0
-        report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
+        else:
+            report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
         return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
+
+
+def _recording(trainer: Trainer, plan: Plan, folder: RunFolder) -> Generator[None]:
+    from nsa.train.profiler import record
+
+    target = folder.path / "profile"
+    target.mkdir(exist_ok=True)
+    recording = record(trainer, plan, target)
+    next(recording)
+    return recording
 
 
 def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], None]:
@@ -260,54 +295,25 @@ def profile(
         memory: also record a snapshot of the GPU's memory, and the memory of each module
         settings: settings of the configuration
     """
-    from nsa.train.distributed.launch import check_launch, read_launch
     from nsa.train.load import load_config
 
-    run, launch, name = load_config(config, settings), read_launch(), "nsa profile"
+    run, name = load_config(config, settings), "nsa profile"
     for word, steps in {"--wait": wait, "--warmup": warmup, "--active": active}.items():
         check(steps > 0, name, word, "be positive", steps)
-    from nsa.train.distributed.processes import join
     from nsa.train.execution.precision import choose_device
     from nsa.train.profiler import Plan
-    from nsa.train.run_folder import RunFolder, next_run_path
-    from nsa.train.watch.out_of_memory import check_run_fits
 
     plan = Plan(wait, warmup, active, nvtx, memory)
-    check_launch(run, launch)
-    needed, device = plan.num_steps, choose_device(run.device, launch.local_rank)
+    on_gpu, needed = choose_device(run.device).type == "cuda", plan.num_steps
     check(run.steps >= needed, name, "--steps", f"be at least {needed} for this profile", run.steps)
-    check(device.type == "cuda" or not nvtx, name, "--nvtx", "be left out on a CPU", True)
-    _check_run_dir(run_dir, launch.launcher)
-    check_run_fits(name, run, device)
-    with join(launch, device) as processes:
-        with processes.main_first():
-            path = run_dir or next_run_path(f"{config.removesuffix('.yaml')}-profile.yaml")
-            folder = RunFolder.create(path, run) if processes.is_main else RunFolder.open(path)
-        _run(run, folder, processes, plan=plan)
-        if not processes.is_main:
-            return 0
+    check(on_gpu or not nvtx, name, "--nvtx", "be left out on a CPU", True)
+    return _start(name, run, run_dir, f"{config.removesuffix('.yaml')}-profile.yaml", plan=plan)
+
+
+def _print_profile(folder: Path) -> int:
     for file, lines in {"stages.txt": None, "kernels.txt": 16}.items():
-        if (table := folder.path / "profile" / file).exists():
+        if (table := folder / file).exists():
             print("\n".join(table.read_text().splitlines()[:lines]) + "\n")
-    files = sorted((folder.path / "profile").iterdir())
+    files = sorted(folder.iterdir())
     print("\n".join(map(str, files)))
     return 0 if files else EXIT_FAILED
-
-
-def _recording(trainer: Trainer, plan: Plan | None, folder: RunFolder) -> Generator[None] | None:
-    """Profile a run whose ``on_step`` continues this generator, which has begun; None without."""
-    if plan is None:
-        return None
-    from nsa.train.profiler import record
-
-    def recording() -> Generator[None]:
-        with closing(record(trainer, plan, target)) as steps:
-            for _ in steps:
-                yield
-                trainer.beat("profile", PROFILE_LIMIT_S)
-
-    target = folder.path / "profile"
-    target.mkdir(exist_ok=True)
-    begun = recording()
-    next(begun)
-    return begun

@@ -68,12 +68,12 @@ def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
         UserError: a checkpoint is damaged and ``skip_damaged`` is false.
         OSError: a checkpoint cannot be read and ``skip_damaged`` is false.
     """
-    figures = {}
+    losses = {}
     for path in list_checkpoints(folder):
         with suppress(UserError, OSError) if skip_damaged else nullcontext():
-            if (figure := read_meta(path)["val_bits_per_byte"]) is not None:
-                figures[path] = figure
-    return min(figures, key=figures.__getitem__, default=None)
+            losses[path] = read_meta(path)["val_bits_per_byte"]
+    known = {path: loss for path, loss in losses.items() if loss is not None}
+    return min(known, key=known.__getitem__, default=None)
 
 
 def find_checkpoint(function: str, folder: Path, which: str) -> Path:
@@ -88,17 +88,15 @@ def find_checkpoint(function: str, folder: Path, which: str) -> Path:
         ValueError: there is none, or the best is unknown because one is damaged.
     """
     found = {str(step_of(path)): path for path in list_checkpoints(folder)}
-    check(bool(found), function, "RUN", "hold a checkpoint", folder.parent)
+    check(bool(found), function, "RUN", "contain a checkpoint", folder.parent)
     if which == "last":
         return list(found.values())[-1]
     if which == "best":
-        best = best_checkpoint(folder, skip_damaged=False)
-        if best is None:
-            hint = "None of them belongs to a step that was evaluated."
-            fail(function, "--checkpoint", "be last or a step", which, hint)
-        return best
-    step = which.lstrip("0") or "0"
-    rule = f"be last, best or one of {', '.join(found)}"
+        if best := best_checkpoint(folder, skip_damaged=False):
+            return best
+        hint = "None of them belongs to a step that was evaluated."
+        fail(function, "--checkpoint", "be last or a step", which, hint)
+    step, rule = which.lstrip("0") or "0", f"be last, best or one of {', '.join(found)}"
     check(step in found, function, "--checkpoint", rule, which)
     return found[step]
 
@@ -130,25 +128,9 @@ def save_checkpoint(
             is not finite. Older checkpoints are unchanged.
     """
     writers = writers or Processes()
-    names = _tensor_files(writers.world_size)
-    target = checkpoint_path(folder, step)
-
-    def prepare() -> Path | None:
-        if not writers.is_main:
-            return None
-        if target.exists():
-            raise FileExistsError(f"{target} exists already")
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(folder)  # of a killed process
-        new = folder / f"{_UNFINISHED}{target.name}"
-        while new.exists():  # of another user, not removable
-            new = new.with_name(f"{new.name}-")
-        new.mkdir()
-        return new
-
+    names, target = _tensor_files(writers.world_size), checkpoint_path(folder, step)
     try:
-        _on_all(writers, lambda: _check_finite(tensors))
-        unfinished = next(path for path in _on_all(writers, prepare) if path is not None)
+        unfinished = _on_all(writers, lambda: _new_folder(target) if writers.is_main else target)[0]
         file = unfinished / names[writers.rank]
         digests = _on_all(writers, lambda: _write_tensors(file, tensors))
         if not writers.is_main:
@@ -157,8 +139,8 @@ def save_checkpoint(
         write_flushed(unfinished / META, json.dumps({**versions, **meta}, indent=1))
         for name in names:  # safetensors makes them readable for their owner only
             shutil.copymode(unfinished / META, unfinished / name)
-        sums = dict(zip(names, digests, strict=True)) | {META: _sha256(unfinished / META)}
-        write_flushed(unfinished / SUMS, _sums_text(sums))
+        sums = zip((*names, META), (*digests, _sha256(unfinished / META)), strict=True)
+        write_flushed(unfinished / SUMS, _sums_text(dict(sums)))
         flush(unfinished)
         unfinished.rename(target)
     except OSError:
@@ -166,6 +148,19 @@ def save_checkpoint(
             _remove_unfinished(folder)  # a full disk needs the room
         raise
     return target
+
+
+def _new_folder(target: Path) -> Path:
+    """Make the folder that becomes ``target`` when it is complete."""
+    if target.exists():
+        raise FileExistsError(f"{target} exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(target.parent)  # of a killed process
+    new = target.with_name(f"{_UNFINISHED}{target.name}")
+    while new.exists():  # of another user, not removable
+        new = new.with_name(f"{new.name}-")
+    new.mkdir()
+    return new
 
 
 def clean_checkpoints(folder: Path, keep: int) -> str:
@@ -191,27 +186,22 @@ def clean_checkpoints(folder: Path, keep: int) -> str:
 
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
     """Return the results of ``action`` on all processes; an OSError on one is raised on all."""
-    result, failure = None, ""
     try:
-        result = action()
+        outcome = action(), ""
     except OSError as error:
-        failure = str(error)
-    results, failures = zip(*writers.all_of((result, failure)), strict=True)
-    for text in (failure, *failures):
+        outcome = None, str(error)
+    outcomes = writers.all_of(outcome)
+    for _, text in outcomes:
         if text:
             raise OSError(text)
-    return list(results)
-
-
-def _check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise an OSError, like any other failure to write, for a tensor that is not finite."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise OSError(f"{name} is not finite")
+    return [result for result, _ in outcomes]
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write one file, flush it and return its hash."""
+    """Write one file, flush it and return its hash; a tensor that is not finite is an OSError."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise OSError(f"{name} is not finite")
     with FileErrors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     flush(path)
@@ -254,7 +244,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
     check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
-    meta: dict[str, Any] = {}
+    meta = dict[str, Any]()
     if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
         _check_undamaged(path, META)
     with suppress(FileNotFoundError, ValueError):
@@ -300,24 +290,21 @@ def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[st
     for name, tensor in tensors.items():
         wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
         found = _described(stored.get(name, []))
-        check(found == wanted, "load_tensors", "path", f"hold {name} as {wanted}", found, hint)
+        check(found == wanted, "load_tensors", "path", f"contain {name} as {wanted}", found, hint)
     for name in sorted(stored.keys() - tensors.keys()):
         is_extra = name.partition(".")[0] in groups
-        check(not is_extra, "load_tensors", "path", f"hold no {name}", "one", hint)
+        check(not is_extra, "load_tensors", "path", f"contain no {name}", "one", hint)
 
 
 def _described(parts: Sequence[Any]) -> str | None:
     """Shape and dtype of a tensor from its parts in several files; None without parts."""
-    shapes = [part.get_shape() for part in parts]
     if not parts:
         return None
-    kinds = {(part.get_dtype(), *shape[1:]) for part, shape in zip(parts, shapes, strict=True)}
-    if len(kinds) > 1:
-        return "parts that do not fit together"
-    if len(parts) > 1:
-        shapes[0][0] = sum(shape[0] for shape in shapes)
-    first = parts[0][:0] if shapes[0] else parts[0][...]
-    return f"{tuple(shapes[0])} {first.dtype}"
+    shape = parts[0].get_shape()
+    if shape:
+        shape[0] = sum(part.get_shape()[0] for part in parts)
+    first = parts[0][:0] if shape else parts[0][...]
+    return f"{tuple(shape)} {first.dtype}"
 
 
 def read_into(target: Tensor, parts: Sequence[Any]) -> None:
@@ -386,11 +373,11 @@ class CheckpointWriter:
         record: Path | None = None,
     ) -> None:
         self._folder, self._keep, self._writers = folder, keep, writers or Processes()
-        self._record, self._has_complained = record, False
+        self._record, self._has_warned = record, False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
-        self._written = self.newest_step = step_of(found[-1]) if found else None
+        self.newest_step = step_of(found[-1]) if found else None
         self.failure: str | None = None
 
     def submit(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -403,15 +390,15 @@ class CheckpointWriter:
             meta: see :func:`save_checkpoint`.
         """
         self.wait()
-        own = {
-            name: own_part(tensor.detach())
-            for name, tensor in tensors.items()
-            if self._writers.is_main or isinstance(tensor, DTensor)
-        }
-        copies = {name: _in_main_memory(tensor) for name, tensor in own.items()}
-        copied = None
-        if on_gpu := [tensor.device for tensor in own.values() if tensor.is_cuda]:
-            copied = torch.cuda.current_stream(on_gpu[0]).record_event()
+        copies, stream = dict[str, Tensor](), None
+        for name, tensor in tensors.items():
+            if self._writers.is_main or isinstance(tensor, DTensor):
+                own = own_part(tensor.detach())
+                copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                copies[name] = copy.copy_(own, non_blocking=own.is_cuda)
+                if own.is_cuda:
+                    stream = torch.cuda.current_stream(own.device)
+        copied = None if stream is None else stream.record_event()
         self.newest_step = step
         self._writing = self._thread.submit(self._write, step, copies, copied, meta)
 
@@ -446,19 +433,19 @@ class CheckpointWriter:
             path = save_checkpoint(self._folder, step, tensors, meta, writers=self._writers)
         except OSError as error:
             self.failure = f"checkpoint of step {step} could not be written ({error})"
-            self.newest_step = self._written
             kept = list_checkpoints(self._folder)
+            self.newest_step = step_of(kept[-1]) if kept else None
             newest = f"the newest is {kept[-1].name}" if kept else "there is none yet"
             self._log(logging.WARNING, "checkpoint failed", f"{self.failure}; {newest}", step)
             return
-        self._written, self.failure = step, None
+        self.failure = None
         seconds = time.perf_counter() - begin
         self._log(logging.INFO, "checkpoint", f"checkpoint {path} ({seconds:.1f} s)", step)
         reason = clean_checkpoints(self._folder, self._keep) if self._writers.is_main else ""
-        if reason and not self._has_complained:
+        if reason and not self._has_warned:
             text = f"checkpoints are written, but old ones stay: {reason}. Remove them by hand."
             self._log(logging.WARNING, "warning", text, step)
-        self._has_complained |= bool(reason)
+        self._has_warned |= bool(reason)
 
     def _flush_record(self) -> None:
         with suppress(OSError):  # a resumption notices rows that are lost
@@ -469,9 +456,3 @@ class CheckpointWriter:
     def _log(self, level: int, event: str, text: str, step: int) -> None:
         if self._writers.is_main:
             logger.log(level, "%s", text, extra={"event": event, "step": step})
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    """Copy a tensor; from a GPU the copy is complete once the current stream reaches it."""
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from nsa.errors import check, check_at_most, check_default, check_not_negative, check_positive
-from nsa.fields import settle
+from nsa.fields import check_field, settle
 from nsa.lm.config import LMConfig
 
 if TYPE_CHECKING:
@@ -77,9 +77,8 @@ class DataConfig:
             ("path", "source folder, shards or stream", reads),
             ("tokenizer_path", of_file, own_tokenizer),
         ):
-            given = getattr(self, name)
-            rule = f"be given with {rule} and only then"
-            check((given is not None) == is_wanted, "DataConfig", name, rule, given)
+            is_given = getattr(self, name) is not None
+            check_field(self, is_given == is_wanted, name, f"be given with {rule} and only then")
         where, is_stream = f"source {self.source}", self.source == "stream"
         check_default(self, self.source in ("folder", "stream"), where, "pattern")
         check_default(self, is_stream, where, *_OF_A_STREAM)
@@ -88,9 +87,8 @@ class DataConfig:
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
         check_fractions("DataConfig", *self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
-        trains = self.tokenizer == "bpe" and is_stream
-        rule, hint = "be byte, gpt2 or file with source stream", "`nsa data prepare` trains one."
-        check(not trains, "DataConfig", "tokenizer", rule, "bpe", hint)
+        fits, hint = self.tokenizer != "bpe" or not is_stream, "`nsa data prepare` trains one."
+        check_field(self, fits, "tokenizer", "be byte, gpt2 or file with source stream", hint)
         fits = self.tokenizer in ("byte", "gpt2")
         check_default(self, fits, f"tokenizer {self.tokenizer}", "synthetic_fallback")
 
@@ -153,10 +151,9 @@ class OptimConfig:
         settle(self)
         check_positive(self, "lr", "muon_lr", "eps")
         check_not_negative(self, "warmup_steps", "weight_decay", "grad_clip")
-        rule = "lie between 0 and 1, 1 excluded"
-        check(all(0 <= beta < 1 for beta in self.betas), "OptimConfig", "betas", rule, self.betas)
-        share = self.min_lr_ratio
-        check(0 <= share <= 1, "OptimConfig", "min_lr_ratio", "lie between 0 and 1", share)
+        fits = all(0 <= beta < 1 for beta in self.betas)
+        check_field(self, fits, "betas", "lie between 0 and 1, 1 excluded")
+        check_field(self, 0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -187,8 +184,7 @@ class CheckpointingConfig:
         check_default(self, self.policy == "every", where, "every")
         check_positive(self, "every")
         check_not_negative(self, "first")
-        rule = f"be at least first ({self.first})"
-        check(self.last >= self.first, "CheckpointingConfig", "last", rule, self.last)
+        check_field(self, self.last >= self.first, "last", f"be at least first ({self.first})")
 
     def keeps(self, layer: int) -> Keeps:
         """Activations that a layer keeps; see :class:`nsa.lm.model.DecoderLayer`.
@@ -334,25 +330,31 @@ class TrainConfig:
         check_not_negative(self, "loss_chunk", "log_every", "eval_every", "eval_windows")
         check_not_negative(self, "checkpoint_every", "sample_tokens", "sample_limit_s", "seed")
         check_not_negative(self, "data_limit_s", "stall_limit_s")
-        share, waits, limit = self.memory_fraction, self.data_limit_s, self.stall_limit_s
         # Beyond them a run or one of its steps would not end.
         check_at_most(self, MAX_STEPS, "steps")
         check_at_most(self, MAX_SEQUENCES, "global_batch")
         # Positions are counted in 32 bits.
-        rule, tokens = f"be at most 2**30 / micro_batch ({self.micro_batch})", self.seq_len
-        check(tokens * self.micro_batch <= 2**30, "TrainConfig", "seq_len", rule, tokens)
-        rule = "be above 0 and at most 1"
-        check(0 < share <= 1, "TrainConfig", "memory_fraction", rule, share)
+        rule = f"be at most 2**30 / micro_batch ({self.micro_batch})"
+        check_field(self, self.seq_len * self.micro_batch <= 2**30, "seq_len", rule)
+        check_field(self, 0 < self.memory_fraction <= 1, "memory_fraction", "be above 0, at most 1")
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
-        check(self.global_batch == product, "TrainConfig", "global_batch", rule, self.global_batch)
-        layers, last = self.model.num_layers, self.checkpointing.last
+        check_field(self, self.global_batch == product, "global_batch", rule)
+        layers = self.model.num_layers
         rule = f"be below model.num_layers ({layers})"
-        check(last < layers, "TrainConfig", "checkpointing.last", rule, last)
-        gathered = self.parallel.gather_dtype
-        fits = gathered == "fp32" or self.compute_dtype == "bf16"
-        rule = f"be fp32 with compute_dtype {self.compute_dtype}"
-        check(fits, "TrainConfig", "parallel.gather_dtype", rule, gathered)
-        rule = f"be below stall_limit_s ({limit:g})"
+        check_field(self, self.checkpointing.last < layers, "checkpointing.last", rule)
+        waits, limit = self.data_limit_s, self.stall_limit_s
         fits = waits < limit or 0 in (waits, limit)
-        check(fits, "TrainConfig", "data_limit_s", rule, waits)
+        check_field(self, fits, "data_limit_s", f"be below stall_limit_s ({limit:g})")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        gathered, dtype = self.parallel.gather_dtype, self.compute_dtype
+        fits = gathered == "fp32" or dtype == "bf16"
+        check_field(self, fits, "parallel.gather_dtype", f"be fp32 with compute_dtype {dtype}")
+        fits = self.world_size == 1 or not self.cuda_graphs
+        is_ddp, hint = self.parallel.strategy == "ddp", "Give --cuda-graphs false."
+        rule = "be false with parallel.strategy fsdp"
+        check_field(self, fits or is_ddp, "cuda_graphs", rule, hint)
+        fits = fits or not self.parallel.static_graph
+        check_field(self, fits, "parallel.static_graph", "be false with cuda_graphs", hint)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -18,9 +18,7 @@ from nsa.extras import CORE, EXTRAS
 from nsa.train.distributed.launch import communication_settings
 
 PACKAGE = Path(__file__).resolve().parents[1]
-RECORDED = tuple(
-    dict.fromkeys(("nsa", *CORE, *(package for extra in EXTRAS.values() for package in extra))),
-)
+RECORDED = tuple(dict.fromkeys(("nsa", *CORE, *itertools.chain(*EXTRAS.values()))))
 _PROGRAM_TIME_LIMIT_S = 20
 
 
@@ -59,12 +57,10 @@ def code_version() -> dict[str, Any]:
         ``commit`` (None without one), ``dirty`` (whether files of the package differ from the
         commit or are not tracked) and ``note`` (why there is no commit).
     """
-    if shutil.which("git") is None:
-        return {"commit": None, "dirty": None, "note": "no git on this machine"}
     git = ("git", "-C", str(PACKAGE))
     commit = _run(*git, "rev-parse", "HEAD")
     if commit is None or _run(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
-        note = "the package was not imported from a git checkout with a commit"
+        note = "no git, or the package was not imported from a checkout with a commit"
         return {"commit": None, "dirty": None, "note": note}
     status = _run(*git, "status", "--porcelain", "--", ".")
     return {"commit": commit, "dirty": bool(status), "note": None}
@@ -73,7 +69,7 @@ def code_version() -> dict[str, Any]:
 def cpu() -> dict[str, Any]:
     """Cores and main memory of the machine, None if unknown."""
     memory = None
-    if hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names):
+    if hasattr(os, "sysconf"):  # not on Windows
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     return {"cores_count": os.cpu_count(), "memory_gib": memory}
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa.errors import fail
 from nsa.lm.model import LanguageModel
 from nsa.stages import LOSS, in_stage
 from nsa.train.data.batch import IGNORED_TARGET
@@ -62,13 +61,7 @@ def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int 
 
     Returns:
         fp32 scalar (fp64 for fp64 inputs), nats. Without a target it is 0, and so is its gradient.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
-    if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
-        rule = f"have shape {tuple(hidden.shape[:1])}"
-        fail("cross_entropy_sum", "targets", rule, tuple(targets.shape))
     vocab_size, head = head.shape[0], _aligned(head)
     if chunk == 0 or chunk >= hidden.shape[0]:
         return _cross_entropy(hidden, head, targets, vocab_size)

@@ -23,8 +23,7 @@ from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.distributed.processes import Processes, gather
 from nsa.train.distributed.strategy import Replicated
 from nsa.train.evaluation import evaluate
-from nsa.train.execution.compilation import Compiled, compilations
-from nsa.train.execution.startup import Startup
+from nsa.train.execution.compilation import Compiled, Startup, compilations
 from nsa.train.generation import Generation, Sampling
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import TrainState, Window

@@ -88,13 +88,11 @@ class RunFolder:
         check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
         is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
         check(is_text, "run folder", "--run-dir", "be valid UTF-8", path)
-        folder, environment = cls(Path(path)), collect()
+        folder = cls(Path(path))
         try:
-            folder.path.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
+            folder.path.mkdir(parents=True)
+        except NotADirectoryError:
             fail("run folder", "--run-dir", "lie in a folder", path)
-        try:
-            folder.path.mkdir()
         except FileExistsError:
             rule = "not exist yet, because no run writes over another"
             hint = "Give another --run-dir"
@@ -102,11 +100,10 @@ class RunFolder:
                 quoted = shlex.quote(str(path))
                 hint += f", or continue that run with: nsa train --resume {quoted}"
             fail("run folder", "--run-dir", rule, path, hint)
-        source = None if init_from is None else str(init_from.resolve())
-        environment |= {"resumed_from_step": None, "init_from": source, "overrides": {}}
         try:
             folder.checkpoints.mkdir()
-            folder._append_launch(environment)
+            source = None if init_from is None else str(init_from.resolve())
+            folder.record_launch(init_from=source)
             # The configuration last: a folder that has it is complete.
             replace_text(folder.config, to_yaml(config))
         except OSError:  # a full disk, for example
@@ -175,16 +172,18 @@ class RunFolder:
 
     def load_config(self, overrides: Mapping[str, str] | None = None) -> TrainConfig:
         """Configuration of the run, with the newest ``steps`` and then ``overrides`` applied."""
-        steps: dict[str, str] = {}
-        for launch in self.launches():
-            steps |= {name: text for name, text in launch["overrides"].items() if name == "steps"}
+        extensions = self._extensions()
+        steps = {"steps": extensions[-1]} if extensions else {}
         return load_config(self.config, {**steps, **(overrides or {})})
 
     def former_ends(self) -> set[int]:
         """Values that ``steps`` had at the start of the run and at each resumption."""
-        extended = (launch["overrides"].get("steps") for launch in self.launches())
-        ends = (load_config(self.config, {"steps": text}).steps for text in extended if text)
-        return {load_config(self.config).steps, *ends}
+        return {load_config(self.config).steps, *map(int, self._extensions())}
+
+    def _extensions(self) -> list[str]:
+        """Values of ``--steps`` that resumptions gave, oldest first."""
+        given = [launch["overrides"] for launch in self.launches()]
+        return [overrides["steps"] for overrides in given if "steps" in overrides]
 
     def launches(self) -> list[dict[str, Any]]:
         """Read the start and the resumptions of the run from ``environment.json``, oldest first.
@@ -209,22 +208,22 @@ class RunFolder:
         *,
         resumed_from_step: int | None = None,
         overrides: Mapping[str, str] | None = None,
+        **more: str | None,
     ) -> None:
         """Add this process to ``environment.json``.
 
         Args:
             resumed_from_step: optimizer steps done when this launch began; None for the first.
             overrides: settings in which this launch differs from ``config.yaml``.
+            more: other facts about the launch, as JSON types.
         """
         launch = {"resumed_from_step": resumed_from_step, "overrides": dict(overrides or {})}
-        self._append_launch({**launch, **collect()})
+        launches = {"launches": [*self.launches(), {**launch, **more, **collect()}]}
+        replace_text(self.environment, json.dumps(launches, indent=2) + "\n")
 
     @contextmanager
-    def in_use(self) -> Iterator[str]:
+    def in_use(self) -> Iterator[None]:
         """Context manager: lock the run against a second process.
-
-        Yields:
-            A remark for the user if the file system has no locks, otherwise an empty string.
 
         Raises:
             UserError: another process is working on the run.
@@ -232,7 +231,6 @@ class RunFolder:
         import fcntl  # not on Windows, where nothing trains
 
         with self.config.open("r+b") as file:
-            remark = ""
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -240,9 +238,9 @@ class RunFolder:
                 rule = "be a run that no other process is working on"
                 fail("run folder", "RUN", rule, self.path, hint)
             except OSError as error:
-                remark = f"{self.path} cannot be locked ({error.strerror}): "
-                remark += "nothing keeps a second process from this run"
-            yield remark
+                text = "%s cannot be locked (%s): nothing keeps a second process from this run"
+                logger.warning(text, self.path, error.strerror)
+            yield
 
     def is_in_use(self) -> bool:
         """Whether a process is working on the run; true if the file system has no locks."""
@@ -254,10 +252,6 @@ class RunFolder:
             except OSError:
                 return True
         return False
-
-    def _append_launch(self, launch: dict[str, Any]) -> None:
-        launches = {"launches": [*self.launches(), launch]}
-        replace_text(self.environment, json.dumps(launches, indent=2) + "\n")
 
 
 def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:

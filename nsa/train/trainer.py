@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +23,26 @@ from nsa.train.checkpoint import CheckpointWriter, checkpoint_path, list_checkpo
 from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, Sampler, collate, open_data
 from nsa.train.data.batch import Prefetcher, StarvedError
-from nsa.train.distributed.launch import Launch, check_launch, read_launch
+from nsa.train.distributed.launch import Launch, read_launch
 from nsa.train.distributed.processes import Processes
 from nsa.train.distributed.strategy import distribute
 from nsa.train.execution.activations import checkpoint_activations
-from nsa.train.execution.compilation import compilations
+from nsa.train.execution.compilation import Startup, compilations, first_capacity
 from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import KernelsAhead
 from nsa.train.execution.precision import autocast, choose_device
-from nsa.train.execution.startup import Startup
 from nsa.train.loss import NextTokenLoss
-from nsa.train.optim import ModelOptimizer, lr_factor
+from nsa.train.optim import ModelOptimizer, lr_factor, run_now
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext, log_start
-from nsa.train.resumption import check_same_data, fault_of_rows, resumed_checkpoint
 from nsa.train.run_folder import RunFolder
-from nsa.train.sequence_capacity import SequenceCapacity
-from nsa.train.state import TrainState, seed_everything
+from nsa.train.state import (
+    TrainState,
+    check_same_data,
+    fault_of_rows,
+    resumed_checkpoint,
+    seed_everything,
+)
 from nsa.train.telemetry.metrics import Row
 from nsa.train.telemetry.throughput import LateReader
 from nsa.train.watch.signals import HALT, Requests
@@ -49,13 +50,7 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-# Without the assertions that the compiler adds for the results of operators, hundreds a step, which
-# take time on the host; tests check the same properties.
-COMPILER: dict[str, Any] = {
-    "fullgraph": True,
-    "options": {"size_asserts": False, "alignment_asserts": False},
-}
-Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the place in the data after them
+Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the position in the data after them
 
 
 class TrainingStoppedError(RuntimeError):
@@ -101,8 +96,7 @@ class Trainer:
         startup: times of the phases until the end of the first step.
 
     Raises:
-        ValueError: the configuration does not fit the launch, the device, the tokenizer or the
-            checkpoint.
+        ValueError: the configuration does not fit the device, the tokenizer or the checkpoint.
     """
 
     def __init__(
@@ -121,7 +115,6 @@ class Trainer:
         self.startup = Startup()
         self.startup.begin("device")
         launch = read_launch()
-        check_launch(config, launch)
         self.config, self.run_folder, self.processes = config, run_folder, processes or Processes()
         self._beat, self._on_step = beat, on_step
         self.device = self._prepare_device(config, launch)
@@ -135,8 +128,7 @@ class Trainer:
         self._open_data(resumed, init_from)
         sampler = self.data.sampler(config.seq_len, config.seed)
         self.state = TrainState(self.model, ModelOptimizer(self.model, config.optim), sampler)
-        compiler = functools.partial(torch.compile, **COMPILER) if config.compile else None
-        self.loss: Callable[..., Tensor] = self.strategy.training_module(compiler)
+        self.loss = self._training_loss()
         self._replay = None
         if config.cuda_graphs:
             self._replay = Replay(self._forward_backward, self.state.optimizer.parameters())
@@ -147,10 +139,10 @@ class Trainer:
             halt, launched=launch.launcher, agent=launch.agent, listens=not stops_at_once
         )
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
-        keep = config.keep_checkpoints
-        record = run_folder.metrics_jsonl
-        self._checkpoints = CheckpointWriter(run_folder.checkpoints, keep, writers, record)
-        self._step_s = math.inf
+        self._checkpoints = CheckpointWriter(
+            run_folder.checkpoints, config.keep_checkpoints, writers, run_folder.metrics_jsonl
+        )
+        self._is_first_step = True
         if resumed is not None:
             self.startup.begin("checkpoint")
             self._resume(resumed)
@@ -158,8 +150,9 @@ class Trainer:
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
-        progress, source = self.state.progress, self.data.train
-        self._capacity = SequenceCapacity(config, source, progress, self.processes)
+        progress = self.state.progress
+        capacity = first_capacity(config, self.data.train)
+        progress.sequence_capacity = max(progress.sequence_capacity, capacity)
         log_start(config, self.model, self.device, launch.allocator)
         self.startup.begin("first batch")
 
@@ -201,6 +194,15 @@ class Trainer:
         details = {"event": "start", "step": 0}
         logger.info("the run begins with the weights of %s", init_from, extra=details)
 
+    def _training_loss(self) -> Callable[..., Tensor]:
+        if not self.config.compile:
+            return self.strategy.training_module(None)
+        # Without the assertions that the compiler adds for the results of operators, hundreds a
+        # step, which take time on the host; tests check the same properties.
+        options = {"size_asserts": False, "alignment_asserts": False}
+        compiler = functools.partial(torch.compile, fullgraph=True, options=options)
+        return self.strategy.training_module(compiler)
+
     def _open_data(self, resumed: Path | None, init_from: Path | None) -> None:
         """Open the data; the main process of a new run makes the tokenizer for the others."""
         config, makes_tokenizer = self.config, resumed is None and self.processes.is_main
@@ -238,9 +240,9 @@ class Trainer:
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of the next optimizer step, on the host."""
         batches = self._draw(self.state.sampler)
-        if needed := self._capacity.needed(batches):
-            self._grow(needed)
-        return self._capacity.padded(batches)
+        if self._is_overfull(batches):
+            self._raise_capacity(batches)
+        return self._padded(batches)
 
     def _draw(self, sampler: Sampler) -> list[Batch]:
         config, batches = self.config, []
@@ -251,9 +253,24 @@ class Trainer:
             batches.append(collate(self.data.train, indices, config.seq_len, document_mask=masked))
         return batches
 
-    def _grow(self, needed: int) -> None:
+    def _is_overfull(self, batches: list[Batch]) -> bool:
+        """Whether a micro-batch has more sequences than all are padded to."""
+        return 0 < self.state.progress.sequence_capacity < _most_sequences(batches)
+
+    def _raise_capacity(self, batches: list[Batch]) -> None:
         """Raise the capacity on all processes together; the next step is captured again."""
-        self._note("sequence_capacity", self._capacity.grow(needed), logging.WARNING)
+        progress, (most,) = self.state.progress, self.processes.largest(_most_sequences(batches))
+        before, after = progress.sequence_capacity, 1 << (most - 1).bit_length()
+        progress.sequence_capacity = after
+        text = f"a micro-batch of {most} sequences exceeds the capacity of {before}, which is now "
+        self._note(
+            "sequence_capacity", f"{text}{after}: the step is captured again", logging.WARNING
+        )
+
+    def _padded(self, batches: list[Batch]) -> list[Batch]:
+        """Pad with empty sequences, because graphs have a fixed number of sequences."""
+        capacity = self.state.progress.sequence_capacity
+        return [batch.padded(capacity) if capacity else batch for batch in batches]
 
     def train_step(self, batches: Sequence[Batch], num_targets: int | None = None) -> Tensor:
         """Do one optimizer step over micro-batches without waiting for the device.
@@ -297,7 +314,7 @@ class Trainer:
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
-        optimizer.step(cancel, None if self._replay is None else self._replay.update)
+        optimizer.step(cancel, self._replay.update if self._replay else run_now)
         if self._replay is None:
             optimizer.zero_grad()
         return torch.stack((loss, grad_norm, cancel))
@@ -357,8 +374,8 @@ class Trainer:
                 if self._reports.due(self.config.checkpoint_every):
                     self._checkpoint()
                 self._on_step()
-            self._finish(stop)
-        name = signal.Signals(stop).name if stop not in (0, HALT) else None
+            name = None if stop in (0, HALT) else signal.Signals(stop).name
+            self._finish(name)
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
 
     def _batches_ahead(self) -> Prefetcher[Drawn]:
@@ -409,10 +426,10 @@ class Trainer:
         # Results of the previous step are read while the device works on this one.
         self._read_results(keep=0 if self._reports.row_due() else 1)
         self._checkpoints.poll()
-        self._step_s = time.perf_counter() - begin
+        self._is_first_step = False
         window.steps += 1
         window.tokens += tokens
-        window.seconds += self._step_s
+        window.seconds += time.perf_counter() - begin
         window.data_seconds += fetched - begin
         return True
 
@@ -432,16 +449,15 @@ class Trainer:
             starved = f"{error} (data_limit_s)"
         except UserError as error:  # a stream gave up, or the data are damaged
             starved = str(error)
-        batches, place = drawn or ([], {})
+        batches, position = drawn or ([], {})
         # The other processes may still be waiting for their batches.
         self.beat("exchange", wait_s)
-        needed = self._capacity.needed(batches)
         targets, num_bytes, num_without, num_starved, num_larger = self.processes.total(
             sum(batch.num_targets for batch in batches),
             sum(batch.num_bytes for batch in batches),
             int(drawn is None),
             int(bool(starved)),
-            int(needed > 0),
+            int(self._is_overfull(batches)),
         )
         if num_starved:
             self._checkpoint()
@@ -454,14 +470,10 @@ class Trainer:
         if num_without:
             return None
         if num_larger:
-            self._grow(needed)
+            self._raise_capacity(batches)
         self.beat("step", limit_s)
-        self.state.sampler.load_state_dict(place)
-        return self._capacity.padded(batches), targets, num_bytes
-
-    @property
-    def _is_first_step(self) -> bool:
-        return self._step_s == math.inf
+        self.state.sampler.load_state_dict(position)
+        return self._padded(batches), targets, num_bytes
 
     def _data_patience_s(self) -> float:
         """Longest wait for a batch, seconds; 0 waits without limit.
@@ -542,7 +554,7 @@ class Trainer:
         found = list_checkpoints(self.run_folder.checkpoints)
         return f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    def _finish(self, stop: int) -> None:
+    def _finish(self, stop: str | None) -> None:
         """Write the last checkpoint, the sample and the last lines of the log."""
         progress, steps = self.state.progress, self.config.steps
         self._wait_for_checkpoint()  # if it has failed, the next line tries again
@@ -557,9 +569,8 @@ class Trainer:
             best = f"{progress.best_val_bits_per_byte:.4f} bits per byte"
             logger.info("best validation loss: %s at step %d", best, progress.best_val_step)
         if progress.step < steps:
-            who = "the halt file" if stop == HALT else signal.Signals(stop).name
-            text = f"stopped by {who} after step {progress.step} of {steps}; resume to continue"
-            self._note("stop", text)
+            who, done = stop or "the halt file", f"after step {progress.step} of {steps}"
+            self._note("stop", f"stopped by {who} {done}; resume to continue")
         if self.processes.is_main:  # also one that nobody has read must not end the resumed run
             with suppress(FileNotFoundError, NotADirectoryError):
                 self.run_folder.halt.unlink()
@@ -568,3 +579,7 @@ class Trainer:
         if not self._reports.keep_folder():
             lost = f"{self.run_folder.config} is gone and could not be restored"
             raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
+
+
+def _most_sequences(batches: list[Batch]) -> int:
+    return max((batch.num_sequences for batch in batches), default=0)

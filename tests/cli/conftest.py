@@ -6,7 +6,6 @@ import io
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,10 +38,10 @@ sample_tokens: 4
 
 
 @pytest.fixture
-def nsa(capsys: pytest.CaptureFixture[str]) -> Command:
+def nsa(capsys):
     """Runs the words after ``nsa`` in this process; gives what was printed."""
 
-    def run(line: str) -> str:
+    def run(line):
         capsys.readouterr()
         assert cli.main(shlex.split(line)) == 0
         return capsys.readouterr().out
@@ -51,10 +50,10 @@ def nsa(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
+def refusal(capsys):
     """Runs a command that is refused; gives the one line that the mistake ends in."""
 
-    def run(line: str) -> str:
+    def run(line):
         capsys.readouterr()
         assert cli.main(shlex.split(line)) == 2
         (said,) = capsys.readouterr().err.splitlines()
@@ -65,7 +64,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny(tmp_path, monkeypatch):
     """A folder with a configuration and its texts, in which the commands run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
@@ -77,7 +76,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(tiny: Path, nsa: Command) -> Path:
+def run(tiny, nsa):
     """The folder of a run of four steps."""
     nsa("train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02")
     return tiny / "run"

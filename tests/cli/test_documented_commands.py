@@ -97,7 +97,7 @@ QUICK, MARKED = run_on_a_cpu()
 
 
 @pytest.fixture(scope="module")
-def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documented(tmp_path_factory):
     """A folder with what the commands name."""
     folder = tmp_path_factory.mktemp("documented")
     make_trainer(tiny_config(folder, steps=2), folder / "runs/cpu-small-1").run()

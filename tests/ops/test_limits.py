@@ -164,7 +164,7 @@ def test_limits_as_they_are(tokens, heads, fits):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window_size": 2**30 + 1}, "window_size must be at most 2**30, got 1073741825"),
+        ({"window_size": 2**30 + 1}, "window_size must be at most 1,073,741,824, got 1073741825"),
         (
             {"num_heads": 2**16, "num_kv_heads": 2**16},
             "num_kv_heads must be less than 65,536, got 65536",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,33 +53,27 @@ def save(folder: Path, step: int = 1, keep: int = 1, **meta: Any) -> Path:
     return path
 
 
-def empty() -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-
-
 def steps(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_comes_back_bit_for_bit_in_place_and_in_part(tmp_path: Path, version: int) -> None:
+def test_comes_back_bit_for_bit_in_place_and_in_part(tmp_path, version):
     """Format 2 had one file whatever the number of processes was, and no other difference."""
-    values: dict[str, Any] = {"data": {"loss": 0.1 + 0.2, "none": None, "nested": [1, 2]}}
-    path = save(tmp_path / "checkpoints", 3, **values)
+    data = {"loss": 0.1 + 0.2, "none": None, "nested": [1, 2]}
+    path = save(tmp_path / "checkpoints", 3, data=data)
     assert path.name == "step-00000003"
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # all can be read, or none
     (path / "meta.json").write_text(json.dumps({**read_meta(path), "format": version}))
     rewrite_hashes(path)
-    loaded = empty()
-    load_tensors(path, loaded)
-    assert all_equal(tensors().values(), loaded.values())
-    assert read_meta(path)["data"] == values["data"]
-    part = {name: torch.zeros_like(loaded[name]) for name in ("model.weight", "model.tied")}
-    load_tensors(path, part)
-    assert torch.equal(part["model.weight"], loaded["model.weight"])
+    assert read_meta(path)["data"] == data
+    for names in (tensors(), ("model.weight", "model.tied")):
+        loaded = {name: torch.zeros_like(tensors()[name]) for name in names}
+        load_tensors(path, loaded)
+        assert all_equal([tensors()[name] for name in names], loaded.values())
 
 
-def test_newest_are_kept_in_order(tmp_path: Path) -> None:
+def test_newest_are_kept_in_order(tmp_path):
     (tmp_path / ".unfinished-step-00000009").mkdir(parents=True)  # of a process that was killed
     (tmp_path / ".unfinished-step-00000009" / "tensors.safetensors").write_bytes(b"half")
     assert steps(tmp_path) == []
@@ -100,18 +94,13 @@ class _Death(BaseException):
     """In place of the end of the process; nothing in the code under test may catch it."""
 
 
-def test_killed_while_writing_leaves_the_old_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_writing_leaves_the_old_or_the_new(tmp_path, monkeypatch):
     """Writing ends at each call that flushes or renames; the checkpoint to keep is whole."""
-    newest: list[int] = []
-    calls = 0
+    newest = list[int]()
 
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == len(newest) + 1:
+    def dying(real):
+        def call(*args):
+            if next(calls) == len(newest):
                 raise _Death
             return real(*args)
 
@@ -119,7 +108,7 @@ def test_killed_while_writing_leaves_the_old_or_the_new(
 
     survived = False
     while not survived:
-        folder, calls = tmp_path / str(len(newest)), 0
+        folder, calls = tmp_path / str(len(newest)), itertools.count()
         save_checkpoint(folder, 2, {"a": torch.full((9,), 2.0)}, run_meta())
         with monkeypatch.context() as patch, suppress(_Death):
             patch.setattr(os, "fsync", dying(os.fsync))
@@ -138,7 +127,7 @@ def test_killed_while_writing_leaves_the_old_or_the_new(
 
 @pytest.mark.parametrize("name", ["tensors.safetensors", "meta.json", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", ["flip", "remove"])
-def test_damage_is_noticed(tmp_path: Path, damage: str, name: str) -> None:
+def test_damage_is_noticed(tmp_path, damage, name):
     path = save(tmp_path)
     file = path / name
     content = bytearray(file.read_bytes())
@@ -146,14 +135,14 @@ def test_damage_is_noticed(tmp_path: Path, damage: str, name: str) -> None:
     file.unlink()
     if damage == "flip":
         file.write_bytes(content)
-    loaded = empty()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     message = rf"must contain an undamaged checkpoint, got .*{name} missing or .*Remove this folder"
     with pytest.raises(ValueError, match=message):
         load_tensors(path, loaded)
     assert not any(tensor.any() for tensor in loaded.values())
 
 
-def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
+def test_hashes_are_those_of_the_usual_program(tmp_path):
     command = ["sha256sum", "-c", "SHA256SUMS"]
     done = subprocess.run(command, cwd=save(tmp_path), capture_output=True, text=True, check=True)
     assert done.stdout == "tensors.safetensors: OK\nmeta.json: OK\n"
@@ -162,41 +151,29 @@ def test_hashes_are_those_of_the_usual_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.weight", torch.zeros(3, 6), r"hold model\.weight as \(3, 6\) torch\.float32"),
-        ("model.weight", torch.zeros(3, 5).double(), r"model\.weight as \(3, 5\) torch\.float64"),
-        ("model.other", torch.zeros(1), r"hold model\.other as \(1,\) torch\.float32, got None"),
+        ("model.weight", torch.zeros(3, 6), r"contain model\.weight as \(3, 6\) torch\.float32"),
+        ("model.other", torch.zeros(1), r"contain model\.other as \(1,\) torch\.float32, got None"),
         ("model.weight", torch.zeros(3, 5), r"no model\.tied, got one\. It is .*step-00000001"),
     ],
 )
-def test_another_model_is_refused(tmp_path: Path, name: str, tensor: Tensor, message: str) -> None:
+def test_another_model_is_refused(tmp_path, name, tensor, message):
     with pytest.raises(ValueError, match=message):
         load_tensors(save(tmp_path), {name: tensor})
     assert not tensor.any()
 
 
-class _Harmful:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, (self.command,)
-
-
-def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_does_not_run(tmp_path):
     path = save(tmp_path)
-    harmful = pickle.dumps(_Harmful(f"touch {tmp_path}/ran"), protocol=2)
-    (path / "tensors.safetensors").write_bytes(harmful)
+    (path / "tensors.safetensors").write_bytes(pickle.dumps(os.system, protocol=2))
     rewrite_hashes(path)
-    with pytest.raises(SafetensorError):
+    with pytest.raises(SafetensorError):  # it is not taken for a pickle
         load_tensors(path, {"a": torch.zeros(4)})
-    assert not (tmp_path / "ran").exists()
 
 
-def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
-    figures = {1: 3.0, 2: None, 3: 2.0, 4: 2.5, 5: 2.6, 6: None, 7: 1.5, 8: 1.7}
-    kept = []
-    for step, figure in figures.items():
-        save(tmp_path, step, keep=2, val_bits_per_byte=figure)
+def test_the_best_stays_beside_the_newest(tmp_path):
+    losses, kept = [3.0, None, 2.0, 2.5, 2.6, None, 1.5, 1.7], []
+    for step, loss in enumerate(losses, start=1):
+        save(tmp_path, step, keep=2, val_bits_per_byte=loss)
         kept.append("".join(map(str, steps(tmp_path))))
     assert kept == ["1", "12", "23", "34", "345", "356", "67", "78"]
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000007"
@@ -211,54 +188,46 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
 # --- the thread that writes -----------------------------------------------------------------------
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The file has the tensors of the moment; one is written at a time."""
     may_write, threads = threading.Event(), []
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         threads.append(threading.current_thread().name)
         assert may_write.wait(20)
         save_file(*args)
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
-    writer = CheckpointWriter(tmp_path, keep=3)
-    live = {"a": torch.ones(1000)}
+    writer, live = CheckpointWriter(tmp_path, keep=3), {"a": torch.ones(1000)}
     writer.submit(1, live, run_meta())
     live["a"].zero_()  # the next optimizer step
     assert (steps(tmp_path), writer.newest_step) == ([], 1)
     second = threading.Thread(target=writer.submit, args=(2, live, run_meta()))
     second.start()
     second.join(0.3)
-    assert second.is_alive()
-    assert len(threads) == 1
+    assert (second.is_alive(), len(threads)) == (True, 1)
     may_write.set()
     second.join(20)
     writer.close()
     for path, value in zip(list_checkpoints(tmp_path), (1.0, 0.0), strict=True):
-        loaded = {"a": torch.full((1000,), 7.0)}
-        load_tensors(path, loaded)
-        assert torch.equal(loaded["a"], torch.full((1000,), value))
+        load_tensors(path, live)
+        assert torch.equal(live["a"], torch.full((1000,), value))
     assert all(name.startswith("checkpoint") for name in threads)
 
 
-def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(tmp_path, monkeypatch, caplog):
     writer, live = CheckpointWriter(tmp_path, keep=3), {"a": torch.ones(9)}
     writer.submit(1, live, run_meta())
     writer.wait()
+    full, bug = OSError(errno.ENOSPC, "No space left on device"), ZeroDivisionError("a bug")
     with monkeypatch.context() as patch:
-        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(checkpoint, "save_file", Mock(side_effect=[full, bug]))
         writer.submit(2, live, run_meta())
         writer.wait()
         assert "checkpoint of step 2 could not be written" in caplog.text
         assert "the newest is step-00000001" in caplog.text
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
         assert (writer.newest_step, bool(writer.failure)) == (1, True)
-        patch.setattr(checkpoint, "save_file", Mock(side_effect=ZeroDivisionError("a bug")))
         writer.submit(3, live, run_meta())
         with pytest.raises(ZeroDivisionError, match="a bug"):
             writer.wait()
@@ -268,15 +237,15 @@ def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(
 
 
 def test_what_cannot_be_removed_stops_no_checkpoint_and_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     """Files of another owner: two that were left unfinished, and an old checkpoint."""
     others = (".unfinished-x", ".unfinished-step-00000001", "step-00000002")
     for name in others[:2]:
         (tmp_path / name).mkdir(parents=True)
 
-    def owned(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Path, *args: Any) -> Any:
+    def owned(real):
+        def call(path, *args):
             if Path(path).name in others and threading.current_thread().name != "MainThread":
                 raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
             return real(path, *args)
@@ -297,28 +266,26 @@ def test_what_cannot_be_removed_stops_no_checkpoint_and_is_one_warning(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_tensor_that_is_not_finite_is_no_checkpoint(tmp_path: Path, value: float) -> None:
+def test_a_tensor_that_is_not_finite_is_no_checkpoint(tmp_path, value):
     tensors = {"a": torch.ones(3), "b": torch.tensor([1.0, value])}
     with pytest.raises(OSError, match="b is not finite"):
         save_checkpoint(tmp_path, 1, tensors, run_meta())
     assert steps(tmp_path) == []
 
 
-def test_the_rows_are_on_the_disk_before_the_checkpoint_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done, fsync, rename = list[str](), os.fsync, Path.rename
+def test_the_rows_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    done = list[str]()
 
-    def flush(descriptor: int) -> None:
-        done.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
-        fsync(descriptor)
+    def noted(real, name):
+        def call(*args):
+            done.append(name(args[0]))
+            return real(*args)
 
-    def renamed(path: Path, target: Path) -> None:
-        done.append("rename")
-        rename(path, target)
+        return call
 
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(Path, "rename", renamed)
+    opened = noted(os.fsync, lambda number: Path(f"/proc/self/fd/{number}").resolve().name)
+    monkeypatch.setattr(os, "fsync", opened)
+    monkeypatch.setattr(Path, "rename", noted(Path.rename, lambda path: "rename"))
     record = tmp_path / "metrics.jsonl"
     record.write_text("{}")
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=1, record=record)

@@ -33,20 +33,18 @@ from tests.train.cases import (
 
 
 def test_extended_run_goes_on_with_its_weights_and_data_and_the_longer_schedule(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     new_trainer(tmp_path, steps=6).run()
     first = reproducible_rows(tmp_path / "run")
-    trainer = resumed(tmp_path, steps=12)
-    trainer.run_folder.record_launch(resumed_from_step=6, overrides={"steps": "12"})
+    trainer, folder = resumed(tmp_path, steps=12), RunFolder.open(tmp_path / "run")
+    folder.record_launch(resumed_from_step=6, overrides={"steps": "12"})
     assert trainer.state.sampler.position == 6 * trainer.config.global_batch
-    result = trainer.run()
+    result, rows = trainer.run(), rows_of(tmp_path)
     assert (result.finished, result.step) == (True, 12)
-    rows = rows_of(tmp_path)
     assert reproducible_rows(tmp_path / "run")[: len(first)] == first
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 12]
     assert rows[-2]["learning_rate"] == pytest.approx(1e-2 * lr_factor(9, 12, 3, 0.0))
-    folder = RunFolder.open(tmp_path / "run")
     assert check_run(folder)[1] == [], "a row of the former last step is allowed"
     folder.record_launch(resumed_from_step=8, overrides={"log_every": "1"})
     assert (folder.load_config().steps, folder.load_config().log_every) == (12, 2)
@@ -65,7 +63,7 @@ def begin_from(source: Path, path: Path, **changes: Any) -> Trainer:
     return Trainer(config, folder, init_from=checkpoint)
 
 
-def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(tmp_path):
     write_text(tmp_path / "text")
     (tmp_path / "other").mkdir()
     for number in range(12):
@@ -91,10 +89,10 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(tmp_path: Pa
     assert launch["init_from"].endswith("source/checkpoints/step-00000002")
 
 
-def test_settings_without_weights_may_differ_and_sizes_may_not(tmp_path: Path) -> None:
+def test_settings_without_weights_may_differ_and_sizes_may_not(tmp_path):
     new_trainer(tmp_path, "source", steps=2).run()
     pattern = dataclasses.replace(PATTERN, window_size=16, num_selected_blocks=3)
     begin_from(tmp_path / "source", tmp_path, steps=1, model={"nsa": pattern}).run()
-    message = r"--init-from must hold model\.\S+ as \(48, .* It is .*source"
+    message = r"--init-from must contain model\.\S+ as \(48, .* It is .*source"
     with pytest.raises(ValueError, match=message):
         begin_from(tmp_path / "source", tmp_path / "again", model={"mlp_hidden_size": 48})

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
     "how", [{"compute_dtype": "bf16"}, {"compute_dtype": "fp32"}, {"cuda_graphs": True}], ids=str
 )
-def test_a_step_does_not_wait_for_the_device(
-    tmp_path: Path, attention: str, optimizer: str, how: dict[str, Any]
-) -> None:
+def test_a_step_does_not_wait_for_the_device(tmp_path, attention, optimizer, how):
     model, optim = {"attention": attention}, {"name": optimizer}
     trainer = new_trainer(tmp_path, device="cuda", loss_chunk=50, model=model, optim=optim, **how)
     for _ in range(3):  # with CUDA graphs the first runs as it is, the second is captured
@@ -58,7 +55,7 @@ def test_a_step_does_not_wait_for_the_device(
 
 @OPTIMIZER
 @pytest.mark.parametrize("graphs", [False, True])
-def test_nonfinite_step_changes_nothing(tmp_path: Path, optimizer: str, graphs: bool) -> None:
+def test_nonfinite_step_changes_nothing(tmp_path, optimizer, graphs):
     trainer = new_trainer(tmp_path, device="cuda", optim={"name": optimizer}, cuda_graphs=graphs)
     for _ in range(3):
         trainer.train_step(trainer.next_batches())
@@ -77,12 +74,12 @@ def results(trainer: Trainer, steps: int) -> Tensor:
     return torch.stack(found).cpu()
 
 
-def test_gpu_and_cpu_agree(tmp_path: Path) -> None:
+def test_gpu_and_cpu_agree(tmp_path):
     cpu, gpu = (results(new_trainer(tmp_path, name, device=name), 3) for name in ("cpu", "cuda"))
     torch.testing.assert_close(cpu, gpu, rtol=1e-3, atol=1e-4)
 
 
-def test_the_allocator_is_what_the_run_says(tmp_path: Path) -> None:
+def test_the_allocator_is_what_the_run_says(tmp_path):
     """In a process of its own: the setting stays."""
     config = tmp_path / "run.yaml"
     settings: dict[str, Any] = {"steps": 2, "allocator": "expandable_segments"}
@@ -97,7 +94,7 @@ def test_the_allocator_is_what_the_run_says(tmp_path: Path) -> None:
 
 @ATTENTION
 @OPTIMIZER
-def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str, optimizer: str) -> None:
+def test_replayed_steps_are_the_steps(tmp_path, attention, optimizer):
     """At rates that change from step to step."""
     figures = []
     for graphs in (False, True):
@@ -127,9 +124,7 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, attention: str, optimizer:
     ],
     ids=str,
 )
-def test_nothing_is_allocated_after_the_fifth_step(
-    tmp_path: Path, how: dict[str, Any], masked: bool
-) -> None:
+def test_nothing_is_allocated_after_the_fifth_step(tmp_path, how, masked):
     """By the driver: PyTorch's own allocator has all that it needs by then."""
     data = DataConfig("folder", str(write_text(tmp_path / "text")), document_mask=masked)
     trainer = new_trainer(tmp_path, device="cuda", compute_dtype="bf16", data=data, **how)
@@ -142,7 +137,7 @@ def test_nothing_is_allocated_after_the_fifth_step(
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @ATTENTION
-def test_compiled_equals_eager(tmp_path: Path, attention: str) -> None:
+def test_compiled_equals_eager(tmp_path, attention):
     figures = []
     for on in (False, True):
         how: dict[str, Any] = {"model": {"attention": attention}, "compile": on, "cuda_graphs": on}

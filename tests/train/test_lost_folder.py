@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,16 +46,16 @@ def empty(run: Path) -> None:
     ],
 )
 def test_a_run_that_loses_its_folder_ends_with_one_that_can_be_used_or_with_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    lose: Callable[[Path], Any],
-    code: int,
-    said: str,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    lose,
+    code,
+    said,
+):
     run, real = tmp_path / "run", Trainer.train_step
 
-    def train_step(trainer: Trainer, *args: Any) -> Any:
+    def train_step(trainer, *args):
         if trainer.state.progress.step == 6:
             lose(run / "config.yaml" if lose is os.remove else run)
         return real(trainer, *args)

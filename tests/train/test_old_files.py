@@ -42,11 +42,11 @@ def write_tiny(tmp_path: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path: Path) -> None:
+def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     new_trainer(tmp_path, steps=4, eval_every=0, log_every=3).run()
     whole = rows_of(tmp_path)
 
-    def older(meta: Meta) -> None:
+    def older(meta):
         for name in ("nsa", "tokenizer", "metrics"):
             del meta[name]
         del meta["data"]["files_left_out"]
@@ -65,7 +65,7 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path: Path) -> No
     assert rows_of(tmp_path) == whole
 
 
-def test_another_format_names_the_version_that_reads_it(tmp_path: Path) -> None:
+def test_another_format_names_the_version_that_reads_it(tmp_path):
     new_trainer(tmp_path, steps=2).run()
     for number, version in ((9, "7.1.0"), (1, "0.0")):
         path = change_meta(tmp_path / "run", partial(dict.update, format=number, nsa=version))
@@ -76,9 +76,7 @@ def test_another_format_names_the_version_that_reads_it(tmp_path: Path) -> None:
             resumed(tmp_path, steps=2)
 
 
-def test_records_with_other_content_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_with_other_content_are_one_line(tmp_path, capsys):
     folder = new_trainer(tmp_path, steps=2).run_folder
     folder.events.write_text(f"{EVENT}\n{EVENT[:9]}")  # the last one may be incomplete
     assert "Events" in report_page([folder])
@@ -94,7 +92,7 @@ def test_records_with_other_content_are_one_line(
         path.write_text(before)
 
 
-def test_rows_with_odd_values_are_shown(tmp_path: Path) -> None:
+def test_rows_with_odd_values_are_shown(tmp_path):
     """Numbers that are not finite, as text and as JSON's extension, or too large to draw."""
     folder = new_trainer(tmp_path, steps=2).run_folder
     names = [*ALWAYS, "grad_norm", "val_bits_per_byte", "mfu"]
@@ -109,7 +107,7 @@ def test_rows_with_odd_values_are_shown(tmp_path: Path) -> None:
     assert "Loss" in report_page([folder])
 
 
-def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
     """Safetensors and TensorBoard open no other names: such a run could not be resumed."""
     path, config = tmp_path / "cost$\\frac$ a{b}%s <b>&'", write_tiny(tmp_path, steps=2)
     assert cli.main(["train", config, "--run-dir", str(path)]) == 0
@@ -120,7 +118,7 @@ def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path: Path, capsys: Any) ->
     assert "--run-dir must be valid UTF-8" in capsys.readouterr().err
 
 
-def test_a_checkpoint_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_alone_is_enough(tmp_path, caplog):
     trainer, alone = new_trainer(tmp_path, steps=2), tmp_path / "alone"
     trainer.run()
     shutil.copytree(trainer.run_folder.checkpoints, alone / "checkpoints")

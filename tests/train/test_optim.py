@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.lm.model import LanguageModel
 from nsa.plan import BYTES_PER_UPDATED
-from nsa.train import muon
+from nsa.train import optim
 from nsa.train.config import OptimConfig
 from nsa.train.optim import ModelOptimizer, lr_factor, parameter_groups
 from tests.train.cases import MODEL, PATTERN, all_equal
@@ -28,10 +27,12 @@ def make_model(seed: int = 0, **changes: Any) -> LanguageModel:
     return LanguageModel(dataclasses.replace(MODEL, **changes))
 
 
-def fill_gradients(model: LanguageModel, seed: int) -> None:
+def fill_gradients(model: LanguageModel, seed: int, first: float = 0.0) -> None:
+    """Random gradients, each with ``first`` as its first element."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad.view(-1)[0] = first
 
 
 def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
@@ -40,7 +41,7 @@ def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("phi", "tie_head"), [("linear", False), ("mlp", True)])
-def test_matrices_decay_and_nothing_else(phi: Any, tie_head: bool) -> None:
+def test_matrices_decay_and_nothing_else(phi, tie_head):
     pattern = dataclasses.replace(PATTERN, phi=phi, gate_hidden_size=8)
     model = make_model(tie_head=tie_head, nsa=pattern)
     groups = parameter_groups(model)
@@ -55,7 +56,7 @@ def test_matrices_decay_and_nothing_else(phi: Any, tie_head: bool) -> None:
     assert ("layers.0.attention.phi_k.w1" in groups.decayed) == (phi == "mlp")
 
 
-def test_muon_takes_the_projections() -> None:
+def test_muon_takes_the_projections():
     groups = parameter_groups(make_model(), "muon")
     projections = {name.split(".")[-2] for name in groups.muon}
     keys_and_values = {f"{x}_{branch}_proj" for x in "kv" for branch in ("cmp", "slc", "win")}
@@ -63,23 +64,24 @@ def test_muon_takes_the_projections() -> None:
     assert {"head.weight", "layers.0.attention.gate.net.weight"} == set(groups.decayed)
 
 
-def test_weights_that_are_not_fp32_are_refused() -> None:
+def test_weights_that_are_not_fp32_are_refused():
     message = r"embedding\.weight must be an fp32 master weight, got torch\.bfloat16"
     with pytest.raises(ValueError, match=message):
         ModelOptimizer(make_model().bfloat16(), OptimConfig())
 
 
 @NAMES
-def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_those_of_pytorch(name, monkeypatch):
     """Bit for bit where Muon multiplies in bf16, as on a GPU."""
-    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(optim, "product_dtype", lambda device: torch.bfloat16)
     config = OptimConfig(name=name, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
     groups = parameter_groups(theirs, name)
-    betas = config.betas
-    parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(part.values(), lr=0.01, betas=betas, weight_decay=decay, fused=True)
+    parts: list[Any] = [
+        torch.optim.AdamW(
+            part.values(), lr=0.01, betas=config.betas, weight_decay=decay, fused=True
+        )
         for part, decay in ((groups.decayed, 0.1), (groups.plain, 0.0))
     ]
     if groups.muon:
@@ -90,20 +92,22 @@ def test_steps_are_those_of_pytorch(name: Any, monkeypatch: pytest.MonkeyPatch) 
         optimizer.step(torch.zeros(()))
         for part in parts:
             part.step()
-    for (key, ours_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(ours_p, theirs_p), key
-        (state,) = [part.state[theirs_p] for part in parts if theirs_p in part.state]
-        names = [f"{key}.{entry}" for entry in state]
-        assert all_equal(state.values(), (optimizer.state_tensors()[name] for name in names))
-    assert len(optimizer.state_tensors()) == sum(
-        len(s) for part in parts for s in part.state.values()
-    )
+    assert all_equal(ours.parameters(), theirs.parameters())
+    states = {key: state for part in parts for key, state in part.state.items()}
+    wanted = {
+        f"{name}.{entry}": value
+        for name, parameter in theirs.named_parameters()
+        for entry, value in states[parameter].items()
+    }
+    found = optimizer.state_tensors()
+    assert found.keys() == wanted.keys()
+    assert all_equal(wanted.values(), (found[name] for name in wanted))
 
 
 @pytest.mark.parametrize("shape", [(96, 32), (32, 96)])
-def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int]) -> None:
+def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    (found,) = muon.orthogonalized(x[None])
+    (found,) = optim.orthogonalized(x[None])
     assert found.dtype == torch.float32
     left, singular, right = torch.linalg.svd(found, full_matrices=False)
     assert singular.min() > 0.6
@@ -112,23 +116,22 @@ def test_muon_makes_matrices_orthogonal_in_fp32_on_a_cpu(shape: tuple[int, int])
     torch.testing.assert_close(left @ right, expected_left @ expected_right, atol=1e-3, rtol=0)
 
 
-def test_muon_multiplies_matrices_of_one_shape_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_multiplies_matrices_of_one_shape_together(monkeypatch):
     shapes = [(32, 96), (96, 32), (32, 96), (32, 96), (96, 32)]
     matrices = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     numbers = {matrix: number for number, matrix in enumerate(matrices)}
+    for size, wanted in (
+        (optim.BATCH_ELEMENTS, [[0, 2, 3], [1, 4]]),
+        (2 * 32 * 96 + 1, [[0, 2], [3], [1, 4]]),
+        (1, [[0], [2], [3], [1], [4]]),
+    ):
+        monkeypatch.setattr(optim, "BATCH_ELEMENTS", size)
+        batches = optim.batches_of(matrices)
+        assert [[numbers[matrix] for matrix in batch] for batch in batches] == wanted
 
-    def batches() -> list[list[int]]:
-        return [[numbers[matrix] for matrix in batch] for batch in muon.batches_of(matrices)]
 
-    assert batches() == [[0, 2, 3], [1, 4]]
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 2 * 32 * 96 + 1)
-    assert batches() == [[0, 2], [3], [1, 4]]
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
-    assert batches() == [[0], [2], [3], [1], [4]]
-
-
-def held(run: Callable[[], None]) -> int:
-    """Bytes that a function holds when it holds most, as the allocator of the CPU tells."""
+def most_bytes(run):
+    """Largest number of bytes that a function allocates at a time on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     events = found.profiler.kineto_results.events()
@@ -137,48 +140,44 @@ def held(run: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("shapes", [[(64, 64)] * 4, [(64, 64)] * 8 + [(32, 128)] * 8, [(132, 128)]])
-def test_muon_holds_what_is_planned(
-    shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 4 * 64 * 64)
+def test_muon_holds_what_is_planned(shapes, monkeypatch):
+    monkeypatch.setattr(optim, "BATCH_ELEMENTS", 4 * 64 * 64)
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for matrix in matrices:
         matrix.grad = torch.randn_like(matrix)
-    optimizer = muon.Muon(matrices, 0.01, 0.1)
-    largest = max(sum(x.numel() for x in batch) for batch in muon.batches_of(matrices))
-    found = held(lambda: optimizer.step(torch.zeros(()))) / largest
+    optimizer = optim.Muon(matrices, 0.01, 0.1)
+    largest = max(sum(x.numel() for x in batch) for batch in optim.batches_of(matrices))
+    found = most_bytes(lambda: optimizer.step(torch.zeros(()))) / largest
     # Planned is bf16, and on a CPU products are fp32.
     assert found == pytest.approx(2 * BYTES_PER_UPDATED, rel=0.05)
 
 
 @NAMES
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_cancelled_update_keeps_every_bit(name: Any, poison: float) -> None:
+def test_cancelled_update_keeps_every_bit(name, poison):
     model = make_model()
     optimizer = ModelOptimizer(model, OptimConfig(name=name))
     for step in range(3):  # before the first update, too
         before = snapshot(model, optimizer)
-        fill_gradients(model, step)
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.view(-1)[0] = poison
+        fill_gradients(model, step, poison)
         optimizer.step(torch.ones(()))
         assert all_equal(before, snapshot(model, optimizer))
         fill_gradients(model, step)
         optimizer.step(torch.zeros(()))
-        assert not all_equal(before, snapshot(model, optimizer))
-        assert all(tensor.isfinite().all() for tensor in snapshot(model, optimizer))
+        after = snapshot(model, optimizer)
+        assert not all_equal(before, after)
+        assert all(tensor.isfinite().all() for tensor in after)
 
 
 # --- learning rate --------------------------------------------------------------------------------
-def test_warmup_rises_by_equal_steps_to_the_peak() -> None:
+def test_warmup_rises_by_equal_steps_to_the_peak():
     assert [lr_factor(step, 100, 4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert lr_factor(0, 10, 0) == 1.0
     assert [lr_factor(step, 4, 8) for step in (0, 3, 8)] == [1 / 8, 4 / 8, 1.0]
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_cosine(floor: float) -> None:
+def test_cosine(floor):
     """Its end comes after the last step, whose update is not wasted."""
     for step in range(10, 111):
         expected = floor + (1 - floor) * (1 + math.cos(math.pi * (step - 10) / 100)) / 2

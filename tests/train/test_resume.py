@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from nsa.train.checkpoint import list_checkpoints, read_meta
 from nsa.train.data import spread
 from nsa.train.runs.check import check_run
 from nsa.train.state import Progress, TrainState, Window
-from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer
 from tests.train.cases import (
     make_trainer,
@@ -37,11 +34,11 @@ from tests.train.cases import (
 
 
 @pytest.fixture(scope="module")
-def rows_of_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def rows_of_whole(tmp_path_factory):
     """Rows of an undisturbed run with this optimizer."""
 
     @functools.cache
-    def rows(name: str) -> Any:
+    def rows(name):
         folder = tmp_path_factory.mktemp(name)
         new_trainer(folder, checkpoint_every=10, optim={"name": name}).run()
         return reproducible_rows(folder / "run")
@@ -49,112 +46,94 @@ def rows_of_whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], A
     return rows
 
 
-@contextmanager
-def signal_in_evaluation(trainer: Trainer, step: int) -> Iterator[None]:
+def signal_in_evaluation(trainer: Any, step: int) -> None:
     """SIGTERM in the middle of the evaluation after a step."""
-    validation = type(trainer.data.validation)
-    real, third = validation.sequence, spread(4, trainer.data.validation.num_sequences(64))[2]
+    source = trainer.data.validation
+    real, third = source.sequence, spread(4, source.num_sequences(64))[2]
 
-    def sequence(source: Any, seq_len: int, index: int) -> Any:
-        is_third = source is trainer.data.validation and index == third
-        if is_third and trainer.state.progress.step == step:
+    def sequence(seq_len: int, index: int) -> Any:
+        if index == third and trainer.state.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(source, seq_len, index)
+        return real(seq_len, index)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "sequence", sequence)
-        yield
+    source.sequence = sequence
 
 
-@contextmanager
-def signal_in_step(
-    trainer: Trainer, step: int, number: signal.Signals = signal.SIGTERM
-) -> Iterator[None]:
+def signal_in_step(trainer: Any, step: int, number: signal.Signals = signal.SIGTERM) -> None:
     """A signal at the beginning of a step."""
     real = trainer.train_step
 
-    def train_step(*args: Any) -> torch.Tensor:
+    def train_step(*args: Any) -> Any:
         if trainer.state.progress.step == step - 1:
             os.kill(os.getpid(), number)
         return real(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", train_step)
-        yield
+    trainer.train_step = train_step
 
 
-def stop(name: str, step: int, number: signal.Signals) -> Any:
+def usual(*case: Any) -> Any:
     """By default the other optimizer and the other signal are tried at one step alone."""
-    usual = step == 3 or (name, number) == ("adamw", signal.SIGTERM)
-    marks = [] if usual else [pytest.mark.faults]
-    return pytest.param(name, step, number, marks=marks, id=f"{name}-{step}-{number}")
+    marks = [] if case[1] == 3 or case[::2] == ("adamw", signal.SIGTERM) else [pytest.mark.faults]
+    return pytest.param(*case, marks=marks, id="{}-{}-{}".format(*case))
 
 
 # Between rows, with an evaluation, and with evaluation, row and checkpoint.
-STOPS = [
-    stop(name, step, number)
-    for name in ("adamw", "muon")
-    for step in (3, 5, 10)
-    for number in (signal.SIGTERM, signal.SIGINT)
-]
+STOPS = itertools.product(("adamw", "muon"), (3, 5, 10), (signal.SIGTERM, signal.SIGINT))
 
 
-@pytest.mark.parametrize(("name", "step", "number"), STOPS)
+@pytest.mark.parametrize(("name", "step", "number"), [usual(*case) for case in STOPS])
 def test_signal_finishes_the_step_and_resumes_exactly(
-    tmp_path: Path,
-    number: signal.Signals,
-    step: int,
-    name: str,
-    rows_of_whole: Callable[[str], Any],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path, number, step, name, rows_of_whole, caplog
+):
     whole = rows_of_whole(name)
     caplog.set_level("INFO", logger="nsa")
-    config = tiny_config(tmp_path, checkpoint_every=10, optim={"name": name})
-    trainer = make_trainer(config, tmp_path / "cut")
-    handler = signal.getsignal(number)
-    with signal_in_step(trainer, step, number):
-        result = trainer.run()
+    changes: dict[str, Any] = {"checkpoint_every": 10, "optim": {"name": name}}
+    trainer, handler = new_trainer(tmp_path, **changes), signal.getsignal(number)
+    signal_in_step(trainer, step, number)
+    result = trainer.run()
     assert signal.getsignal(number) is handler
     assert (result.finished, result.signal, result.step) == (False, number.name, step)
     assert f"stopped by {number.name} after step {step} of 12" in caplog.text
-    assert list_checkpoints(tmp_path / "cut" / "checkpoints")[-1].name == f"step-{step:08d}"
-    assert make_trainer(config, tmp_path / "cut", resume=True).run().finished
-    assert reproducible_rows(tmp_path / "cut") == whole
+    assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == f"step-{step:08d}"
+    assert resumed(tmp_path, **changes).run().finished
+    assert reproducible_rows(tmp_path / "run") == whole
 
 
-def test_signal_during_an_evaluation(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    new_trainer(folder).run()
+    return reproducible_rows(folder / "run")
+
+
+def test_signal_during_an_evaluation(tmp_path, whole):
     """The row waits for the resumed run, which evaluates in full."""
-    new_trainer(tmp_path, "whole").run()
-    trainer = new_trainer(tmp_path, "cut")
-    with signal_in_evaluation(trainer, 5):
-        assert trainer.run().step == 5
-    assert [row["step"] for row in rows_of(tmp_path, "cut")] == [2, 4]
-    resumed(tmp_path, "cut").run()
-    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+    trainer = new_trainer(tmp_path)
+    signal_in_evaluation(trainer, 5)
+    assert trainer.run().step == 5
+    assert [row["step"] for row in rows_of(tmp_path)] == [2, 4]
+    resumed(tmp_path).run()
+    assert reproducible_rows(tmp_path / "run") == whole
 
 
 @pytest.mark.parametrize("signal_in", [signal_in_step, signal_in_evaluation])
-def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(
-    tmp_path: Path, signal_in: Callable[..., AbstractContextManager[None]]
-) -> None:
+def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(tmp_path, signal_in, whole):
     """It ends as finished: with its last row and evaluation, in the checkpoint too."""
-    new_trainer(tmp_path, "whole").run()
-    trainer = new_trainer(tmp_path, "cut")
-    with signal_in(trainer, 12):
-        result = trainer.run()
+    trainer = new_trainer(tmp_path)
+    signal_in(trainer, 12)
+    result = trainer.run()
     assert (result.finished, result.signal, result.step) == (True, None, 12)
-    assert reproducible_rows(tmp_path / "cut") == reproducible_rows(tmp_path / "whole")
+    assert reproducible_rows(tmp_path / "run") == whole
     assert check_run(trainer.run_folder)[1] == []
     meta = read_meta(list_checkpoints(trainer.run_folder.checkpoints)[-1])
     assert meta["progress"]["reported_step"] == 12
-    assert meta["val_bits_per_byte"] == rows_of(tmp_path, "cut")[-1]["val_bits_per_byte"]
+    assert meta["val_bits_per_byte"] == result.row["val_bits_per_byte"]
 
 
 # --- the state ------------------------------------------------------------------------------------
 
 
-def test_the_state_lists_everything_that_resumes() -> None:
+def test_the_state_lists_everything_that_resumes():
     """A new field of the state needs a place in the checkpoint; this list is what has one."""
     names = [field.name for field in dataclasses.fields(TrainState)]
     assert names == ["model", "optimizer", "sampler", "progress"]
@@ -164,11 +143,11 @@ def test_the_state_lists_everything_that_resumes() -> None:
     assert loaded == progress
 
 
-def test_checkpoint_restores_the_random_generators(tmp_path: Path) -> None:
-    def draw() -> list[float]:
+def test_checkpoint_restores_the_random_generators(tmp_path):
+    def draw():
         """The generators of Gaussian numbers keep a second one back."""
         ours, numpy = (random.random(), random.gauss()), (np.random.rand(), np.random.randn())
-        return [*ours, *map(float, numpy), torch.rand(()).item()]
+        return [*ours, *numpy, torch.rand(()).item()]
 
     trainer = new_trainer(tmp_path, steps=2)
     draw()  # so that the checkpoint's state is not the one that every start seeds
@@ -178,22 +157,19 @@ def test_checkpoint_restores_the_random_generators(tmp_path: Path) -> None:
     assert draw() == after
 
 
-def test_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    seen: list[Row] = []
-    config = tiny_config(tmp_path, steps=2)
-    make_trainer(config, tmp_path / "run", on_row=seen.append).run()
-    assert all(type(value) in (int, float) for row in seen for value in row.values())
+def test_finished_run_has_nothing_left_to_do(tmp_path):
+    new_trainer(tmp_path, steps=2).run()
     rows = rows_of(tmp_path)
     result = resumed(tmp_path, steps=2, log_every=1).run()
     assert (result.finished, result.step, result.row) == (True, 2, {})
     assert rows_of(tmp_path) == rows
 
 
-def change_text(tmp_path: Path, trainer: Trainer) -> None:
-    (tmp_path / "text" / "00.txt").write_text("another text of another length\n" * 20)
+def change_text(trainer: Trainer) -> None:
+    (trainer.run_folder.path.parent / "text/00.txt").write_text("a text of another length\n" * 20)
 
 
-def from_a_gpu(tmp_path: Path, trainer: Trainer) -> None:
+def from_a_gpu(trainer: Trainer) -> None:
     (path,) = list_checkpoints(trainer.run_folder.checkpoints)
     meta = read_meta(path)
     meta["rng"]["device"] = "cuda"
@@ -204,29 +180,22 @@ def from_a_gpu(tmp_path: Path, trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        (None, {"steps": 1}, r"steps must be at least those done \(2\), got 1"),
-        (
-            None,
-            {"optim": {"lr": 0.5}},
-            r"optim\.lr must stay as in the checkpoint \(0\.01\), got 0",
-        ),
+        (id, {"steps": 1}, r"steps must be at least those done \(2\), got 1"),
+        (id, {"optim": {"lr": 0.5}}, r"optim\.lr must stay as in the checkpoint \(0\.01\), got 0"),
         (change_text, {}, r"must stay as in the checkpoint .* The text has changed since\."),
         (from_a_gpu, {}, "device must be cuda as in the checkpoint, got cpu"),
     ],
 )
-def test_another_run_than_that_of_the_checkpoint_is_refused(
-    tmp_path: Path, change: Callable[..., None] | None, settings: dict[str, Any], message: str
-) -> None:
+def test_another_run_than_that_of_the_checkpoint_is_refused(tmp_path, change, settings, message):
     trainer = new_trainer(tmp_path, steps=2)
     trainer.run()
     config = tiny_config(tmp_path, **{"steps": 2, **settings})
-    if change is not None:
-        change(tmp_path, trainer)
+    change(trainer)
     with pytest.raises(ValueError, match=message):
         make_trainer(config, tmp_path / "run", resume=True)
 
 
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_nothing_to_resume_from(tmp_path):
     folder = new_trainer(tmp_path).run_folder
     folder.tokenizer.unlink()  # a run that ended while it prepared its data has none
     message = r"--resume must name a run with a checkpoint, got .*run\. It stopped before"
@@ -237,24 +206,19 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
-        (lambda content: content, None),
+        (bytes, None),
         (lambda content: content.replace(b'"tokens": 1024', b'"tokens": 1025'), 2),
         (lambda content: content.splitlines(keepends=True)[0], 1),
     ],
 )
-def test_rows_that_were_lost_or_changed_are_noticed(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    change: Callable[[bytes], bytes],
-    rows: int | None,
-) -> None:
+def test_rows_that_were_lost_or_changed_are_noticed(tmp_path, caplog, change, rows):
     trainer = new_trainer(tmp_path, steps=4, eval_every=0)
     trainer.run()
     record = trainer.run_folder.metrics_jsonl
     record.write_bytes(change(record.read_bytes()))
     resumed(tmp_path, steps=6, eval_every=0).run()
-    said = [record.getMessage() for record in caplog.records if "rows up to" in record.getMessage()]
+    said = [message for message in caplog.messages if "rows up to" in message]
     found = f"metrics.jsonl: its {rows} rows up to step 4 are not the 2 that were there at step-"
     assert len(said) == (rows is not None)
     assert all(text.startswith(found) for text in said)
-    assert [row["step"] for row in rows_of(tmp_path)][-1] == 6
+    assert rows_of(tmp_path)[-1]["step"] == 6

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,21 +19,23 @@ from tests.train.cases import contents
 CONFIG = TrainConfig(steps=7, optim=OptimConfig(lr=0.5))
 
 
-def test_a_new_folder_holds_the_configuration_and_the_environment(tmp_path: Path) -> None:
+def test_a_new_folder_contains_the_configuration_and_the_environment(tmp_path):
     folder = RunFolder.create(tmp_path / "runs" / "a-1", CONFIG)
     assert folder.load_config() == RunFolder.open(folder.path).load_config() == CONFIG
     assert folder.load_config({"steps": "9"}).steps == 9
     assert folder.checkpoints.is_dir()
-    (launch,) = json.loads(folder.environment.read_text())["launches"]
-    assert launch["resumed_from_step"] is None
-    assert launch["command_line"] == sys.argv
-    assert launch["python"] == "{}.{}.{}".format(*sys.version_info)
-    assert launch["versions"].keys() >= {"nsa", "torch", "triton"}
-    assert set(launch["code"]) == {"commit", "dirty", "note"}
-    assert launch["cpu"]["cores_count"] > 0
+    folder.record_launch(resumed_from_step=3, overrides={"log_every": "1"})
+    first, second = json.loads(folder.environment.read_text())["launches"]
+    assert (first["resumed_from_step"], first["overrides"]) == (None, {})
+    assert (second["resumed_from_step"], second["overrides"]) == (3, {"log_every": "1"})
+    assert first["command_line"] == sys.argv
+    assert first["python"] == "{}.{}.{}".format(*sys.version_info)
+    assert first["versions"].keys() >= {"nsa", "torch", "triton"}
+    assert set(first["code"]) == {"commit", "dirty", "note"}
+    assert first["cpu"]["cores_count"] > 0
 
 
-def test_an_existing_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused_and_left_alone(tmp_path):
     folder = RunFolder.create(tmp_path / "a-1", CONFIG)
     folder.log.write_text("said")
     before = contents(folder.path)
@@ -50,10 +51,8 @@ def test_an_existing_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
         RunFolder.create("", CONFIG)
 
 
-def test_a_folder_that_could_not_be_written_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
+def test_a_folder_that_could_not_be_written_is_gone(tmp_path, monkeypatch):
+    def full(path, text):
         path.write_text(text[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -63,16 +62,7 @@ def test_a_folder_that_could_not_be_written_is_gone(
     assert not (tmp_path / "runs/a").exists()
 
 
-def test_a_resumption_is_added_to_the_environment(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "a-1", CONFIG)
-    folder.record_launch(resumed_from_step=3, overrides={"log_every": "1"})
-    first, second = json.loads(folder.environment.read_text())["launches"]
-    assert (first["resumed_from_step"], first["overrides"]) == (None, {})
-    assert (second["resumed_from_step"], second["overrides"]) == (3, {"log_every": "1"})
-    assert folder.load_config() == CONFIG
-
-
-def test_a_missing_run_names_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_run_names_the_nearest(tmp_path):
     RunFolder.create(tmp_path / "cpu-small-1", CONFIG)
     (tmp_path / "cpu-small-9").mkdir()
     for missing in ("cpu-small-9", "cpusmall-1"):
@@ -82,7 +72,7 @@ def test_a_missing_run_names_the_nearest(tmp_path: Path) -> None:
         RunFolder.open(tmp_path / "empty" / "x")
 
 
-def test_automatic_names_count_up_and_never_meet_an_existing_folder(tmp_path: Path) -> None:
+def test_automatic_names_count_up_and_never_meet_an_existing_folder(tmp_path):
     assert next_run_path("configs/seed.yaml", tmp_path) == tmp_path / "seed-1"
     for name in ("seed-1", "seed-10", "seed-dense-30", "seed-x", "seed-2-old"):
         (tmp_path / name).mkdir()
@@ -91,20 +81,17 @@ def test_automatic_names_count_up_and_never_meet_an_existing_folder(tmp_path: Pa
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_that_of_the_package_and_changes_are_flagged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_that_of_the_package_and_changes_are_flagged(tmp_path, monkeypatch):
     package = tmp_path / "nsa"
     package.mkdir()
     source = package / "__init__.py"
     source.write_text("")
     monkeypatch.setattr(environment, "PACKAGE", package)
 
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-        return subprocess.run(
-            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
-        ).stdout.strip()
+    who = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+
+    def git(*words):
+        return subprocess.check_output(["git", "-C", tmp_path, *who, *words], text=True).strip()
 
     git("init", "-q")
     (tmp_path / "other").write_text("")
@@ -113,18 +100,15 @@ def test_the_commit_is_that_of_the_package_and_changes_are_flagged(
     assert environment.code_version()["commit"] is None
     git("add", ".")
     git("commit", "-q", "-m", "the package")
-    assert environment.code_version() == {
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": False,
-        "note": None,
-    }
+    clean = {"commit": git("rev-parse", "HEAD"), "dirty": False, "note": None}
+    assert environment.code_version() == clean
     (tmp_path / "other").write_text("outside the package")
-    assert environment.code_version()["dirty"] is False
+    assert environment.code_version() == clean
     source.write_text("changed")
     assert environment.code_version()["dirty"] is True
 
 
-def test_the_topology_is_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_topology_is_plain_text(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0 X NV18\\n'\n")
     program.chmod(0o755)

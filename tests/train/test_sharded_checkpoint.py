@@ -85,7 +85,7 @@ def _load(processes: Processes, folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(("written", "read"), [(1, 3), (3, 2)])
-def test_any_number_reads_what_any_number_wrote(tmp_path: Path, written: int, read: int) -> None:
+def test_any_number_reads_what_any_number_wrote(tmp_path, written, read):
     assert together(_save, written, tmp_path, 1, 3) == [0] * written
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-00000002", "step-00000003"]
@@ -105,7 +105,7 @@ def _refused(processes: Processes, folder: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensors-00002-of-00002.safetensors", "SHA256SUMS"])
-def test_damage_in_any_file_is_refused_by_every_process(tmp_path: Path, name: str) -> None:
+def test_damage_in_any_file_is_refused_by_every_process(tmp_path, name):
     """A bit of the tensors has changed, or the list lacks a file."""
     together(_save, 2, tmp_path, 2, 2)
     file = tmp_path / "checkpoints" / "step-00000002" / name
@@ -141,7 +141,7 @@ def _one_fails(processes: Processes, folder: Path, how: str, message: str) -> No
     ("how", "message"),
     [("nan", "model.matrix is not finite"), ("no-room", "No space left on device"), ("killed", "")],
 )
-def test_what_one_cannot_write_is_no_checkpoint(tmp_path: Path, how: str, message: str) -> None:
+def test_what_one_cannot_write_is_no_checkpoint(tmp_path, how, message):
     together(_save, 2, tmp_path, 2, 3)
     codes = together(_one_fails, 2, tmp_path, how, message)
     assert codes == [0, 0] if how != "killed" else (codes[0] > 0 and codes[1] == -signal.SIGKILL)

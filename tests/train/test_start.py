@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
-from nsa.train.config import TrainConfig
+from nsa.train.config import ParallelConfig, TrainConfig
 from nsa.train.distributed.launch import Launch, check_launch
 from nsa.train.trainer import Trainer
 from tests.train.cases import new_trainer, tiny_config
 
 
-def test_launch_that_does_not_fit_is_refused() -> None:
+def test_launch_that_does_not_fit_is_refused():
     config = TrainConfig(world_size=2, global_batch=8)
     message = r"world_size must equal the number of processes launched \(1\), got 2"
     with pytest.raises(ValueError, match=message):
         check_launch(config, Launch())
     check_launch(config, Launch(world_size=2))
+
+
+TWO = {"world_size": 2, "global_batch": 8, "cuda_graphs": True}
 
 
 @pytest.mark.parametrize(
@@ -35,28 +37,29 @@ def test_launch_that_does_not_fit_is_refused() -> None:
             r"cuda_graphs must be left at False with device cpu, got True\. "
             r"No CUDA GPU was found\. On a CPU, for example: nsa train cpu-small",
         ),
-        (
-            {"allocator": "expandable_segments"},
-            "allocator must be left at default with device cpu, got expandable_segments",
-        ),
+        ({"allocator": "expandable_segments"}, "allocator must be left at default with device cpu"),
         (
             {"memory_fraction": 0.5},
             r"memory_fraction must be left at 1\.0 with device cpu, got 0\.5",
         ),
+        (
+            {**TWO, "parallel": ParallelConfig("fsdp")},
+            r"cuda_graphs must be false with parallel\.strategy fsdp, got True\. Give --cuda",
+        ),
+        (
+            {**TWO, "parallel": ParallelConfig(static_graph=True)},
+            r"parallel\.static_graph must be false with cuda_graphs, got True\. Give --cuda",
+        ),
     ],
     ids=str,
 )
-def test_settings_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], message: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused(tmp_path, monkeypatch, setting, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         new_trainer(tmp_path, **setting)
 
 
-def test_batch_and_model_are_logged_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batch_and_model_are_logged_at_the_start(tmp_path, caplog):
     caplog.set_level("INFO", logger="nsa")
     new_trainer(tmp_path)
     batch = "micro_batch 2 x accumulation 2 x world_size 1 = global_batch 4 sequences of 64 tokens"
@@ -65,16 +68,12 @@ def test_batch_and_model_are_logged_at_the_start(
 
 
 def test_memory_fraction_caps_the_allocator(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    capped: list[tuple[float, str]] = []
+    monkeypatch,
+    tmp_path,
+):
+    cap = Mock()
     monkeypatch.setattr("nsa.train.trainer.choose_device", lambda *args: torch.device("cuda", 0))
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda share, device: capped.append((share, str(device))),
-    )
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", cap)
     for share in (1.0, 0.25):
         Trainer._prepare_device(tiny_config(tmp_path, memory_fraction=share), Launch())
-    assert capped == [(0.25, "cuda:0")]
+    assert cap.call_args_list == [call(0.25, torch.device("cuda", 0))]

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -46,7 +45,7 @@ from tests.train.cases import (
 # --- one step -------------------------------------------------------------------------------------
 
 
-def test_micro_batches_equal_one_big_batch(tmp_path: Path) -> None:
+def test_micro_batches_equal_one_big_batch(tmp_path):
     """They differ in targets, so that a mean of their means would be another number."""
     whole = new_trainer(tmp_path, "whole", micro_batch=6, accumulation=1)
     parts = new_trainer(tmp_path, "parts", micro_batch=2, accumulation=3)
@@ -55,12 +54,12 @@ def test_micro_batches_equal_one_big_batch(tmp_path: Path) -> None:
     assert torch.equal(big.tokens, torch.cat([batch.tokens for batch in small]))
     assert len({batch.num_targets for batch in small}) > 1
     results = whole.train_step([big]), parts.train_step(small)
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
     weights = [list(trainer.model.parameters()) for trainer in (whole, parts)]
-    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
-def test_the_last_micro_batch_of_a_step_exchanges_gradients(tmp_path: Path) -> None:
+def test_the_last_micro_batch_of_a_step_exchanges_gradients(tmp_path):
     trainer = new_trainer(tmp_path, accumulation=3)
     accumulating = Mock(return_value=nullcontext())
     trainer.strategy.accumulating = accumulating  # type: ignore[method-assign]
@@ -68,24 +67,21 @@ def test_the_last_micro_batch_of_a_step_exchanges_gradients(tmp_path: Path) -> N
     assert accumulating.call_args_list == [call(last=last) for last in (False, False, True)]
 
 
-def test_loss_and_gradient_norm_by_hand(tmp_path: Path) -> None:
-    trainer = new_trainer(tmp_path)
-    parameters, total = list(trainer.model.parameters()), torch.zeros(())
-    batches = trainer.next_batches()
-    for batch in batches:
-        logits = trainer.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen)
-        total = total + nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-    mean = total / sum(batch.num_targets for batch in batches)
-    norm = nn.utils.get_total_norm(torch.autograd.grad(mean, parameters)).item()
-    loss, grad_norm, cancelled = trainer.train_step(batches).tolist()
-    assert (loss, grad_norm) == pytest.approx((total.item(), norm), rel=1e-4)
-    assert grad_norm > 0.1  # not of zeroed gradients
-    assert cancelled == 0
+def test_loss_and_gradient_norm_by_hand(tmp_path):
+    trainer = new_trainer(tmp_path, accumulation=1)
+    parameters, (batch,) = list(trainer.model.parameters()), trainer.next_batches()
+    logits = trainer.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen)
+    total = nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    gradients = torch.autograd.grad(total / batch.num_targets, parameters)
+    norm = nn.utils.get_total_norm(gradients).item()
+    found = trainer.train_step([batch]).tolist()
+    assert found == pytest.approx((total.item(), norm, 0), rel=1e-4)
+    assert norm > 0.1  # not of zeroed gradients
     assert all(parameter.grad is None for parameter in parameters)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
-def test_clipping(tmp_path: Path, clip: float) -> None:
+def test_clipping(tmp_path, clip):
     """AdamW's first moment is a tenth of the gradient that reached it."""
     trainer = new_trainer(tmp_path, optim={"grad_clip": clip})
     _, grad_norm, _ = trainer.train_step(trainer.next_batches()).tolist()
@@ -94,7 +90,7 @@ def test_clipping(tmp_path: Path, clip: float) -> None:
     assert 10 * nn.utils.get_total_norm(moments) == pytest.approx(clip or grad_norm, rel=1e-3)
 
 
-def test_master_weights_stay_fp32_under_bf16_compute(tmp_path: Path) -> None:
+def test_master_weights_stay_fp32_under_bf16_compute(tmp_path):
     results = {}
     for dtype, compute in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         trainer = new_trainer(tmp_path, dtype, compute_dtype=dtype)
@@ -118,9 +114,7 @@ class _NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_step_reads_nothing_off_the_device(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_nothing_off_the_device(tmp_path, name, monkeypatch):
     for module in ("_sequences", "_checks"):  # as of offsets on a GPU
         monkeypatch.setattr(f"nsa.ops.{module}.reads_contents", lambda index: False)
     model = {"attention": "dense"}
@@ -141,7 +135,7 @@ def test_a_step_reads_nothing_off_the_device(
     ],
     ids=str,
 )
-def test_every_kind_of_model_and_optimizer_learns(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_every_kind_of_model_and_optimizer_learns(tmp_path, changes):
     steps: dict[str, Any] = {"steps": 30, "log_every": 5, "eval_every": 0, "checkpoint_every": 0}
     new_trainer(tmp_path, **steps, **changes).run()
     losses = [row["loss_nats"] for row in rows_of(tmp_path)]
@@ -149,7 +143,7 @@ def test_every_kind_of_model_and_optimizer_learns(tmp_path: Path, changes: dict[
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced(monkeypatch):
     """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -157,7 +151,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.usefixtures("traced")
-def test_compiled_once_and_equal_to_eager(tmp_path: Path, by_layer: bool) -> None:
+def test_compiled_once_and_equal_to_eager(tmp_path, by_layer):
     """Nothing is compiled after the first step, whatever documents a batch contains, with
     evaluations and a sample. Sparse attention takes long to trace: other tests compile it.
     """
@@ -166,7 +160,11 @@ def test_compiled_once_and_equal_to_eager(tmp_path: Path, by_layer: bool) -> Non
     (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
     for index in range(200):
         (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
-    losses, counts, numbers = [], set(), set[int]()
+    losses, counts, sizes = [], list[set[int]](), set[int]()
+
+    def count(seen):
+        seen.add(compilations.now.graphs)
+
     for compiled in (False, True):
         config = tiny_config(
             tmp_path,
@@ -177,28 +175,25 @@ def test_compiled_once_and_equal_to_eager(tmp_path: Path, by_layer: bool) -> Non
             data=DataConfig(source="folder", path=str(folder)),
             parallel=ParallelConfig(compile_layers=by_layer),
         )
-        path, before = tmp_path / f"run{compiled}", compilations.now.graphs
-        run_folder = RunFolder.create(path, config)
-        trainer = Trainer(config, run_folder, on_step=lambda: counts.add(compilations.now.graphs))
+        run_folder = RunFolder.create(tmp_path / f"{compiled}", config)
+        counts.append(set[int]())
+        trainer = Trainer(config, run_folder, on_step=functools.partial(count, counts[-1]))
         assert hasattr(trainer.loss, "_orig_mod") is (compiled and not by_layer)
-        drawn = [batch.num_sequences for _ in range(16) for batch in trainer.next_batches()]
-        numbers |= set(drawn)
+        sizes |= {batch.num_sequences for _ in range(16) for batch in trainer.next_batches()}
         trainer.state.sampler.position = 0
         trainer.run()
-        assert (compilations.now.graphs > before) is compiled
-        losses.append([row["loss_nats"] for row in rows_of(path.parent, path.name)])
-    assert len(counts) == 2  # without compilation, and with it
-    assert len(numbers) >= 3
+        losses.append([row["loss_nats"] for row in rows_of(tmp_path, f"{compiled}")])
+    assert [len(seen) for seen in counts] == [1, 1]
+    assert max(counts[0]) < min(counts[1])
+    assert len(sizes) >= 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_fuller_batch_raises_the_capacity_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fuller_batch_raises_the_capacity_for_good(tmp_path, monkeypatch, caplog):
     """A stream has no index of its documents; a resumed run keeps the checkpoint's capacity."""
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
-    monkeypatch.setattr("nsa.train.sequence_capacity.SHORT_DOCUMENT", 10**6)
+    monkeypatch.setattr("nsa.train.execution.compilation.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, model={"attention": "dense"}, steps=3, seq_len=256)
     trainer = make_trainer(config, tmp_path / "run")
     assert trainer.state.progress.sequence_capacity == config.micro_batch + 1
@@ -213,7 +208,7 @@ def test_a_fuller_batch_raises_the_capacity_for_good(
 # --- the run --------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_run(tmp_path: Path) -> None:
+def test_rows_of_a_run(tmp_path):
     seen: list[Row] = []
     config = tiny_config(tmp_path, steps=11, log_every=2, eval_every=5, keep_checkpoints=2)
     trainer = make_trainer(config, tmp_path / "run", on_row=seen.append)
@@ -221,15 +216,13 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     result, rows = trainer.run(), rows_of(tmp_path)
     assert (result.finished, result.signal, result.step) == (True, None, 11)
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 11]
-    assert [{**row, "time_unix_s": 0} for row in rows] == [
-        {**row, "time_unix_s": 0} for row in seen
-    ]
+    assert [row | {"time_unix_s": 0} for row in rows] == [row | {"time_unix_s": 0} for row in seen]
     assert rows[0]["loss_nats"] == pytest.approx(math.log(256), rel=0.1)
-    figures = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_loss_nats" in row}
-    assert list(figures) == [5, 10, 11]
+    losses = {row["val_bits_per_byte"]: row["step"] for row in rows if "val_loss_nats" in row}
+    assert [*losses.values()] == [5, 10, 11]
     progress = trainer.state.progress
-    assert progress.best_val_bits_per_byte == min(figures.values())
-    assert figures[progress.best_val_step] == progress.best_val_bits_per_byte
+    best = (progress.best_val_bits_per_byte, progress.best_val_step)
+    assert best == min(losses.items())
     for row in rows:
         assert 0 < row["data_time_ms"] < row["step_time_ms"]
         assert row["tokens_per_s"] == pytest.approx(256_000 / row["step_time_ms"], rel=1e-6)
@@ -238,7 +231,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert names == ["step-00000008", "step-00000011"]
 
 
-def test_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
+def test_schedule_counts_optimizer_steps(tmp_path):
     new_trainer(tmp_path, accumulation=4, micro_batch=1, steps=6, log_every=1).run()
     rows = rows_of(tmp_path)
     rates = [1e-2 * lr_factor(step, 6, 3) for step in range(6)]
@@ -246,42 +239,39 @@ def test_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
     assert [row["tokens"] for row in rows] == [4 * 64 * step for step in range(1, 7)]
 
 
-def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path: Path) -> None:
+def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path):
     changes: dict[str, Any] = {"steps": 6, "eval_every": 0}
-    trainers = {n: new_trainer(tmp_path, f"{n}", log_every=n, **changes) for n in (1, 3)}
-    counts = []
-    for _ in range(6):
-        batches = trainers[1].next_batches()
-        pairs = [(batch.num_targets, batch.num_bytes) for batch in batches]
-        counts.append([sum(column) for column in zip(*pairs, strict=True)])
-    trainers[1].state.sampler.position = 0
-    for trainer in trainers.values():
-        trainer.run()
-    single, rows = rows_of(tmp_path, "1"), rows_of(tmp_path, "3")
-    for row, part in zip(rows, (slice(0, 3), slice(3, 6)), strict=True):
-        norms = [step["grad_norm"] for step in single[part]]
-        assert (row["grad_norm"], row["grad_norm_max"]) == pytest.approx(
-            (sum(norms) / 3, max(norms))
-        )
-        targets, num_bytes = map(sum, zip(*counts[part], strict=True))
-        steps = zip(single[part], counts[part], strict=True)
-        nats = sum(step["loss_nats"] * count for step, (count, _) in steps)
-        assert row["loss_nats"] == pytest.approx(nats / targets, rel=1e-6)
-        assert row["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
+    single, triple = (new_trainer(tmp_path, f"{n}", log_every=n, **changes) for n in (1, 3))
+    steps = [single.next_batches() for _ in range(6)]
+    targets, num_bytes = (
+        [sum(getattr(batch, name) for batch in batches) for batches in steps]
+        for name in ("num_targets", "num_bytes")
+    )
+    single.state.sampler.position = 0
+    single.run()
+    triple.run()
+    rows = rows_of(tmp_path, "1")
+    nats = [row["loss_nats"] * count for row, count in zip(rows, targets, strict=True)]
+    for row, part in zip(rows_of(tmp_path, "3"), (slice(0, 3), slice(3, 6)), strict=True):
+        norms, total = [step["grad_norm"] for step in rows[part]], sum(nats[part])
+        found = [row[name] for name in ("grad_norm", "grad_norm_max", "loss_nats", "bits_per_byte")]
+        bits = total / math.log(2) / sum(num_bytes[part])
+        wanted = [sum(norms) / 3, max(norms), total / sum(targets[part]), bits]
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
+def test_evaluation_is_on_validation_text(tmp_path):
     """A model that knows its training text by heart is bad at validation text of another kind."""
     text = tmp_path / "documents"
     text.mkdir()
     known = [f"{index} {'abc' * 180}" for index in range(9)]
 
-    def digest(document: str) -> str:
+    def digest(document):
         return hashlib.sha256(document.encode()).hexdigest()
 
     # Documents become validation text in the order of their hashes.
-    first = min(map(digest, known))
-    unknown = next(t for i in range(999) if digest(t := f"{i} {'zyxw' * 135}") < first)
+    others, first = (f"{i} {'zyxw' * 135}" for i in range(999)), min(map(digest, known))
+    unknown = next(document for document in others if digest(document) < first)
     for index, document in enumerate([*known, unknown]):
         (text / f"{index}.txt").write_text(document)
     data = DataConfig(source="folder", path=str(text), validation_fraction=0.12)
@@ -293,16 +283,14 @@ def test_evaluation_is_on_validation_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit_s", "drawn"), [(2.5, 3), (0.0, 6)])
-def test_the_sample_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, drawn: int
-) -> None:
-    """A token takes a second here; the file holds the beginning of the whole sample."""
+def test_the_sample_does_not_hold_up_the_end(tmp_path, monkeypatch, limit_s, drawn):
+    """A token takes a second here; the file contains the beginning of the whole sample."""
     trainer = new_trainer(tmp_path, steps=2, sample_tokens=6, sample_limit_s=limit_s)
     now, whole = [0.0], list[bytes]()
 
-    def slowly(*args: Any, **given: Any) -> Iterator[list[bytes]]:
-        whole.extend(piece for (piece,) in Generation(*args, **given))
-        for piece in whole:
+    def slowly(*args, **given):
+        for (piece,) in Generation(*args, **given):
+            whole.append(piece)
             now[0] += 1.0
             yield [piece]
 
@@ -319,7 +307,7 @@ def test_the_sample_does_not_hold_up_the_end(
     )
 
 
-def test_the_end_is_told_from_the_pace_of_the_last_rows(tmp_path: Path) -> None:
+def test_the_end_is_told_from_the_pace_of_the_last_rows(tmp_path):
     """The first step compiles; from step 500 on steps take 2 s instead of 1 s."""
     trainer, seconds = new_trainer(tmp_path, steps=1000), 100.0
     for step in range(10, 600, 10):
@@ -333,32 +321,23 @@ def test_the_end_is_told_from_the_pace_of_the_last_rows(tmp_path: Path) -> None:
     assert eta_s == pytest.approx(2 * (1000 - step), rel=0.06)
 
 
-def test_a_checkpoint_has_the_loss_of_its_own_step_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_loss_of_its_own_step_alone(tmp_path):
     trainer = new_trainer(tmp_path, steps=10, keep_checkpoints=9)
     trainer.run()
-    found = {
-        step_of(path): read_meta(path)["val_bits_per_byte"]
-        for path in list_checkpoints(trainer.run_folder.checkpoints)
-    }
-    assert found == {4: None, 8: None, 10: rows_of(tmp_path)[-1]["val_bits_per_byte"]}
+    paths = list_checkpoints(trainer.run_folder.checkpoints)
+    losses = {step_of(path): read_meta(path)["val_bits_per_byte"] for path in paths}
+    assert losses == {4: None, 8: None, 10: rows_of(tmp_path)[-1]["val_bits_per_byte"]}
 
 
-def test_the_largest_gradient_norm_is_not_the_last() -> None:
+def test_the_largest_gradient_norm_is_not_the_last():
     window = Window()
     for norm in (1.0, 3.0, 2.0):
         window.add(1.0, 1, 1, norm)
-    assert (window.grad_norm_max, window.grad_norm_mean) == (3.0, 2.0)
+    assert window.grad_norm_max == 3.0
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("Failed to process string with tex"), OSError(28, "No space left")]
-)
-def test_no_picture_and_no_sample_ends_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*args: Any, **given: Any) -> None:
-        raise error
-
+def test_no_picture_and_no_sample_ends_a_run(tmp_path, monkeypatch):
+    fail = Mock(side_effect=RuntimeError("Failed to process string with tex"))
     monkeypatch.setattr(train, "PLOT_EVERY_S", -1.0)
     monkeypatch.setattr("nsa.train.runs.report.plot_losses", fail)
     monkeypatch.setattr(reports, "Generation", fail)
@@ -368,15 +347,16 @@ def test_no_picture_and_no_sample_ends_a_run(
     events = (tmp_path / "run/events.jsonl").read_text().splitlines()
     said = [event["message"] for event in map(json.loads, events) if event["kind"] == "warning"]
     names = ["loss.png", "loss.png", "sample.txt", "loss.png"]
-    assert said == [f"{name}: left out ({type(error).__name__}: {error})" for name in names]
+    why = "left out (RuntimeError: Failed to process string with tex)"
+    assert said == [f"{name}: {why}" for name in names]
 
 
-def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> None:
+def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path):
     """It comes after the last checkpoint, and on a slow machine it takes minutes."""
     config = tiny_config(tmp_path, steps=2, sample_tokens=50)
     limits: list[float] = []
 
-    def beat(phase: str, step: int, limit_s: float) -> None:
+    def beat(phase, step, limit_s):
         limits.extend([limit_s] * (phase == "sample"))
         if len(limits) == 4:  # before the prompt, and after each of three tokens
             os.kill(os.getpid(), signal.SIGTERM)
@@ -390,7 +370,7 @@ def test_the_sample_stops_on_request_and_sends_heartbeats(tmp_path: Path) -> Non
     assert min(limits) > 0
 
 
-def test_each_phase_has_the_time_that_it_may_take(tmp_path: Path) -> None:
+def test_each_phase_has_the_time_that_it_may_take(tmp_path, monkeypatch):
     """A step has less than a checkpoint, an evaluation as much for each batch, and who may wait for
     data without limit may do so while another process waits.
     """
@@ -399,15 +379,15 @@ def test_each_phase_has_the_time_that_it_may_take(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=3, **settings)
     folder = RunFolder.create(tmp_path / "run", config)
     trainer = Trainer(config, folder, beat=lambda phase, _, limit_s: beats.append((phase, limit_s)))
-    checkpoints, waiting = trainer._checkpoints, set[str]()
-    real = checkpoints.wait
+    writer = trainer._checkpoints
+    waiting, real = set[str](), writer.wait
 
-    def wait() -> None:
+    def wait():
         waiting.add(beats[-1][0])
         real()
 
-    checkpoints.poll = lambda: None  # type: ignore[method-assign]
-    checkpoints.wait = wait  # type: ignore[method-assign]
+    monkeypatch.setattr(writer, "poll", lambda: None)
+    monkeypatch.setattr(writer, "wait", wait)
     trainer.run()
     assert waiting == {"checkpoint", "end"}
     assert [phase for phase, _ in beats].count("evaluation") == 6 / config.micro_batch
@@ -416,13 +396,11 @@ def test_each_phase_has_the_time_that_it_may_take(tmp_path: Path) -> None:
     assert min(limits["checkpoint"]) >= 600
 
 
-def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_halt_file_during_the_last_checkpoint_does_not_end_the_resumed_run(tmp_path, monkeypatch):
     trainer = new_trainer(tmp_path, steps=2)
     submit = trainer._checkpoints.submit
 
-    def halted(*args: Any) -> None:
+    def halted(*args):
         trainer.run_folder.halt.touch()
         submit(*args)
 
@@ -455,7 +433,7 @@ def poisoned(trainer: Trainer, steps: set[int], where: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_nonfinite_step_changes_nothing(tmp_path: Path, where: str, name: str) -> None:
+def test_nonfinite_step_changes_nothing(tmp_path, where, name):
     trainer = new_trainer(tmp_path, optim={"name": name})
     trainer.train_step(trainer.next_batches())
     live = trainer.state.training_tensors().values()
@@ -467,9 +445,7 @@ def test_nonfinite_step_changes_nothing(tmp_path: Path, where: str, name: str) -
     assert not all_equal(before, live)
 
 
-def test_skipped_steps_are_counted_and_stay_out_of_the_mean(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_steps_are_counted_and_stay_out_of_the_mean(tmp_path, caplog):
     """Three in all, but never ``nonfinite_limit`` in a row."""
     for every, where in ((1, "loss"), (4, "gradient")):
         trainer = new_trainer(tmp_path, where, log_every=every, eval_every=0, nonfinite_limit=3)
@@ -485,16 +461,7 @@ def test_skipped_steps_are_counted_and_stay_out_of_the_mean(
     assert all(2 < row["loss_nats"] < 6 and math.isfinite(row["grad_norm"]) for row in rows)
 
 
-def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
-    trainer = new_trainer(tmp_path, steps=40, log_every=5, eval_every=0, nonfinite_limit=3)
-    message = r"3 in a row, nonfinite_limit 3\); the last checkpoint is .*step-00000004"
-    poison = poisoned(trainer, set(range(5, 99)), "weights")
-    with poison, pytest.raises(TrainingStoppedError, match=message):
-        trainer.run()
-    assert trainer.state.progress.step <= 9
-
-
-def test_stop_ends_the_run_at_the_first(tmp_path: Path) -> None:
+def test_stop_ends_the_run_at_the_first(tmp_path):
     trainer = new_trainer(tmp_path, nonfinite="stop")
     message = r"not finite in step 6 \(policy stop\); the last checkpoint is .*step-00000004"
     with poisoned(trainer, {5}, "loss"), pytest.raises(TrainingStoppedError, match=message):
@@ -507,26 +474,17 @@ def test_stop_ends_the_run_at_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "every", "newest"), [(6, 4, 4), (0, 0, 0)])
-def test_rollback_takes_back_weights_and_moments(
-    tmp_path: Path, step: int, every: int, newest: int
-) -> None:
+def test_rollback_takes_back_weights_and_moments(tmp_path, monkeypatch, step, every, newest):
     """Skipping cannot help when the weights are lost; there is a checkpoint from the start."""
     trainer = new_trainer(
         tmp_path, nonfinite="rollback", log_every=1, eval_every=0, checkpoint_every=every
     )
-    loaded: list[str] = []
-    real = trainer.state.load_training_tensors
-
-    def load(path: Path) -> None:
-        real(path)
-        assert all(t.isfinite().all() for t in trainer.state.training_tensors().values())
-        loaded.append(path.name)
-
-    trainer.state.load_training_tensors = load  # type: ignore[method-assign]
+    load = Mock(side_effect=trainer.state.load_training_tensors)
+    monkeypatch.setattr(trainer.state, "load_training_tensors", load)
     with poisoned(trainer, {step}, "weights"):
         result = trainer.run()
-    assert loaded == [f"step-{newest:08d}"]
+    assert [call.args[0].name for call in load.call_args_list] == [f"step-{newest:08d}"]
     assert result.finished
     assert result.row["nonfinite_steps"] == 1
-    assert math.isfinite(float(result.row["loss_nats"]))
+    assert all(t.isfinite().all() for t in trainer.state.training_tensors().values())
     assert trainer.state.sampler.position == 12 * 4  # the batch that failed is not met again

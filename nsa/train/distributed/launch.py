@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass
 
@@ -35,39 +34,21 @@ class Launch:
     allocator: str = ""
 
 
-_SETS = "torchrun sets these variables; a process alone runs without them."
-
-
-def _number(name: str, default: int | str) -> int:
-    """A count in an environment variable."""
-    text = os.environ.get(name, str(default))
-    is_count = re.fullmatch("[0-9]{1,9}", text) is not None
-    check(is_count, "read_launch", name, "be a whole number from 0", repr(text), _SETS)
-    return int(text)
-
-
 def read_launch() -> Launch:
-    """The launch as torchrun and the shell describe it; without torchrun, a single process.
-
-    Raises:
-        UserError: a variable that torchrun sets has another value.
-    """
+    """Return the launch by torchrun; without torchrun, a single process."""
     environment = os.environ
-    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    rule = f"be below WORLD_SIZE ({world_size})"
-    check(rank < world_size, "read_launch", "RANK", rule, rank, _SETS)
-    if world_size > 1:
-        rule = f"be set with WORLD_SIZE {world_size}"
-        check("MASTER_ADDR" in environment, "read_launch", "MASTER_ADDR", rule, "nothing", _SETS)
-        _number("MASTER_PORT", "")
+
+    def number(name: str, default: int = 0) -> int:
+        return int(environment.get(name, default))
+
     former = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return Launch(
-        rank=rank,
-        local_rank=_number("LOCAL_RANK", 0),
-        world_size=world_size,
+        rank=number("RANK"),
+        local_rank=number("LOCAL_RANK"),
+        world_size=number("WORLD_SIZE", 1),
         launcher="RANK" in environment,
         agent=os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0,
-        restart=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        restart=number("TORCHELASTIC_RESTART_COUNT"),
         allocator=environment.get("PYTORCH_ALLOC_CONF", former),
     )
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -104,12 +105,10 @@ class Replicated:
         if not self._captured or self._processes.world_size == 1:
             return
         dtype = _reduce_dtype(self._config)
-        for bucket in _buckets(gradients, self._config.bucket_mib):
-            sent = torch.cat([gradient.flatten().to(dtype) for gradient in bucket])
+        for bucket in _take_tensors(gradients, self._config.bucket_mib * MIB):
+            sent = _flatten_dense_tensors(bucket).to(dtype)
             self._processes.sum(sent.div_(self._processes.world_size))
-            parts = sent.split([gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            torch._foreach_copy_(bucket, _unflatten_dense_tensors(sent, bucket))
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Euclidean norm over all gradients, fp32 scalar, the same on every process.
@@ -179,32 +178,15 @@ def _reduce_dtype(config: ParallelConfig) -> torch.dtype:
     return torch.bfloat16 if config.gradient_compression == "bf16" else torch.float32
 
 
-def _buckets(gradients: Sequence[Tensor], bucket_mib: float) -> list[list[Tensor]]:
-    """Split gradients into buckets in order, at least one gradient each."""
-    buckets, size = list[list[Tensor]](), 0
-    for gradient in gradients:
-        if not buckets or size + gradient.nbytes > bucket_mib * MIB:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += gradient.nbytes
-    return buckets
-
-
 def _compile_layers(loss: NextTokenLoss, compiler: Compiler) -> None:
-    """Compile each layer for passes that record gradients."""
+    """Compile each layer for training; evaluations would need another graph and run eagerly."""
+
+    def in_training(compiled: Layer, eager: Layer) -> Layer:
+        return lambda *args: (compiled if torch.is_grad_enabled() else eager)(*args)
+
     for layer in loss.model.decoder_layers():
-        forward = _in_training(compiler(layer.forward), layer.forward)
+        forward = in_training(compiler(layer.forward), layer.forward)
         layer.forward = forward  # type: ignore[method-assign]
-
-
-def _in_training(compiled: Layer, eager: Layer) -> Layer:
-    """Use the compiled layer in training only: evaluations would need another graph."""
-
-    def forward(*args: Any) -> Tensor:
-        return (compiled if torch.is_grad_enabled() else eager)(*args)
-
-    return forward
 
 
 def distribute(
@@ -225,17 +207,11 @@ def distribute(
         captured: whether backward passes are replayed from CUDA graphs.
 
     Raises:
-        ValueError: ``ddp`` on CPUs cannot send bf16; what ``fsdp`` sends cannot be captured, and in
-            captured passes ``ddp`` has no static graph.
+        ValueError: ``ddp`` on CPUs cannot send bf16.
     """
     if processes.world_size == 1:
         return Replicated(loss, config, processes, device, captured=captured)
     is_sharded, sent = config.strategy == "fsdp", config.gradient_compression
-    fits, hint = not (is_sharded and captured), "Give --cuda-graphs false."
-    check(fits, "train", "cuda_graphs", "be false with parallel.strategy fsdp", captured, hint)
-    fits = not (config.static_graph and captured)
-    hint = "Give --parallel.static-graph false, or --cuda-graphs false."
-    check(fits, "train", "parallel.static_graph", "be false with cuda_graphs", True, hint)
     fits = is_sharded or sent == "none" or device.type == "cuda"
     rule = "be none with parallel.strategy ddp on CPUs"
     check(fits, "train", "parallel.gradient_compression", rule, sent)

@@ -1,4 +1,4 @@
-"""Counts of compilations and captures in this process.
+"""Start of a run: the times of its phases, and counts of compilations and captures.
 
 Three things make a step of training slow the first time and should not happen again later:
 ``torch.compile`` compiles a graph, a CUDA graph is captured, and Triton compiles a kernel at its
@@ -7,6 +7,7 @@ first launch, or loads it from its cache on disk.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,7 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
+from nsa.train.config import TrainConfig
+from nsa.train.data.batch import TokenSource
+
 logger = logging.getLogger(__name__)
+
+# Mean length of documents in tokens that is assumed without an index.
+SHORT_DOCUMENT = 64
 
 
 class Compiled(NamedTuple):
@@ -123,3 +130,51 @@ class CompilationCounter:
 
 # One for the process, as PyTorch's callbacks and Triton's hooks are.
 compilations = CompilationCounter()
+
+
+class Startup:
+    """Times the phases of a start; each ends where the next one begins.
+
+    Attributes:
+        first_step_s: duration of the start, seconds; None before the end of the first step.
+    """
+
+    def __init__(self) -> None:
+        self.first_step_s: float | None = None
+        self._begins: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """End the phase before and begin this one.
+
+        Args:
+            phase: a noun: ``data``, ``model``.
+        """
+        self._begins[phase] = time.perf_counter()
+        logger.info("start: %s", phase)
+
+    def end_step(self, device: torch.device) -> None:
+        """Wait until ``device`` has finished the first step, and log the duration of each phase."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks = [*self._begins.values(), time.perf_counter()]
+        self.first_step_s = marks[-1] - marks[0]
+        phases = zip(self._begins, itertools.pairwise(marks), strict=True)
+        parts = ", ".join(f"{name} {end - begin:.1f} s" for name, (begin, end) in phases)
+        logger.info("first step after %.1f s: %s", self.first_step_s, parts)
+
+
+def first_capacity(config: TrainConfig, source: TokenSource) -> int:
+    """Number of sequences that micro-batches of a new run are padded to; 0 without padding.
+
+    Compiled code and CUDA graphs take a fixed number of sequences; batches of documents differ in
+    it. The index of the data gives the largest number of document parts in a micro-batch. A stream
+    has no index: its capacity is one sequence for ``SHORT_DOCUMENT`` tokens.
+    """
+    documents = config.data.document_mask and source.separator_id is not None
+    if not documents or not (config.compile or config.cuda_graphs):
+        return 0
+    most = source.most_sequences(config.seq_len, config.micro_batch)
+    if most is None:
+        most = config.micro_batch * config.seq_len // SHORT_DOCUMENT
+    # More than micro_batch: sequences without a boundary would be computed by other code.
+    return max(most, config.micro_batch + 1)

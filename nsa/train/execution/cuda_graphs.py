@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,17 @@ from nsa.train.data import Batch
 from nsa.train.execution.compilation import compilations
 from nsa.train.watch.out_of_memory import is_out_of_memory
 
-Result = TypeVar("Result")
-
 
 class CaptureError(RuntimeError):
     """Part of a step could not be captured as a CUDA graph; the message says what to do."""
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A graph with the tensors that it reads and writes."""
+class _Captured(NamedTuple):
+    """A graph with the inputs that it reads and the result that it writes."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Batch
-    divisor: Tensor
-    loss: Tensor
+    inputs: tuple[Any, ...]
+    result: Any
 
 
 class Replay:
@@ -55,8 +51,7 @@ class Replay:
     ) -> None:
         self._run, self._parameters = run, parameters
         self._steps = 0
-        self._captured: dict[tuple[int, int, bool], _Captured] = {}
-        self._captured_update: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
+        self._captured: dict[Any, _Captured] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Batch, divisor: Tensor, is_first: bool) -> Tensor:
@@ -70,16 +65,13 @@ class Replay:
         self._steps += is_first
         if self._steps == 1:
             return self._run(batch.to(divisor.device), divisor)
-        key = (batch.tokens.shape[0], batch.num_sequences, is_first)
-        if key not in self._captured:
-            if is_first:
-                self._forget()
-            self._captured[key] = self._capture(batch.to(divisor.device), divisor.clone())
-        captured = self._captured[key]
-        captured.batch.copy_(batch)
-        captured.divisor.copy_(divisor)
-        captured.graph.replay()
-        return captured.loss.clone()
+        tokens, sequences = batch.tokens.shape[0], batch.num_sequences
+        key = (tokens, sequences, is_first)
+        if is_first and key not in self._captured:
+            self._forget()
+        name = f"a micro-batch of {tokens} tokens in {sequences} sequences"
+        loss: Tensor = self._play(key, name, self._run, batch, divisor)
+        return loss.clone()
 
     def update(self, run: Callable[[Tensor], None], cancel: Tensor) -> None:
         """Update the weights from the gradients of the last call.
@@ -90,31 +82,33 @@ class Replay:
         """
         if self._steps == 1:
             run(cancel)
-            return
-        if self._captured_update is None:
-            flag = cancel.clone()
-            graph, _ = self._record(lambda: run(flag), "the optimizer's update")
-            self._captured_update = graph, flag
-        graph, flag = self._captured_update
-        flag.copy_(cancel)
-        graph.replay()
+        else:
+            self._play("update", "the optimizer's update", run, cancel)
 
     def _forget(self) -> None:
         """Drop all graphs and their gradients; the next capture creates new ones."""
         self._captured.clear()
-        self._captured_update = None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _capture(self, batch: Batch, divisor: Tensor) -> _Captured:
-        # The host's counts are valid for this batch only, not for later replays.
-        batch = replace(batch, num_bytes=0, num_targets=0)
-        name = f"a micro-batch of {batch.tokens.shape[0]} tokens in {batch.num_sequences} sequences"
-        graph, loss = self._record(lambda: self._run(batch, divisor), name)
-        return _Captured(graph, batch, divisor, loss)
+    def _play(self, key: Any, name: str, run: Callable[..., Any], *inputs: Batch | Tensor) -> Any:
+        """Replay ``run`` with inputs of the same shapes as those that it was captured with."""
+        if key not in self._captured:
+            self._captured[key] = self._capture(name, run, tuple(map(self._own, inputs)))
+        captured = self._captured[key]
+        for own, given in zip(captured.inputs, inputs, strict=True):
+            own.copy_(given)
+        captured.graph.replay()
+        return captured.result
 
-    def _record(self, run: Callable[[], Result], name: str) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Capture ``run``, called ``name`` in errors; return the graph and the result."""
+    def _own(self, given: Batch | Tensor) -> Batch | Tensor:
+        if isinstance(given, Tensor):
+            return given.clone()
+        # The host's counts are valid for this batch only, not for later replays.
+        return replace(given.to(self._parameters[0].device), num_bytes=0, num_targets=0)
+
+    def _capture(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...]) -> _Captured:
+        """Capture ``run``, called ``name`` in errors."""
         pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         # All graphs use one stream, by which they share memory. PyTorch's own stream is on the
         # device of the first capture of the process.
@@ -131,7 +125,7 @@ class Replay:
                     graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
                 ),
             ):
-                result = run()
+                result = run(*inputs)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -140,4 +134,4 @@ class Replay:
                 f"cuda_graphs: {name} could not be captured ({first}). "
                 "Give --cuda-graphs false to run without CUDA graphs."
             ) from error
-        return graph, result
+        return _Captured(graph, inputs, result)

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from nsa.errors import UserError
 from nsa.train.checkpoint import list_checkpoints, step_of
 from nsa.train.config import TrainConfig
-from nsa.train.resumption import fault_of_rows
 from nsa.train.run_folder import RunFolder
+from nsa.train.state import fault_of_rows
 from nsa.train.telemetry.metrics import (
     ALWAYS,
     Row,

@@ -9,9 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -35,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def counter() -> Iterator[CompilationCounter]:
+def counter():
     """A new one, which leaves nothing behind in PyTorch."""
     torch.compiler.reset()
     found = CompilationCounter()
@@ -45,7 +43,7 @@ def counter() -> Iterator[CompilationCounter]:
     compilations.listen(CPU)
 
 
-def test_graphs_are_counted_once_each(counter: CompilationCounter) -> None:
+def test_graphs_are_counted_once_each(counter):
     """As many as PyTorch counts itself, recompilations included."""
     function = torch.compile(lambda x: (x * 2).sum(), backend="aot_eager", dynamic=False)
     before = counters["stats"]["unique_graphs"]
@@ -56,7 +54,7 @@ def test_graphs_are_counted_once_each(counter: CompilationCounter) -> None:
     assert counter.now == Compiled(graphs=3)
 
 
-def test_a_capture_counts_when_it_has_succeeded() -> None:
+def test_a_capture_counts_when_it_has_succeeded():
     counter = CompilationCounter()
     with counter.capturing():
         pass
@@ -65,9 +63,7 @@ def test_a_capture_counts_when_it_has_succeeded() -> None:
     assert counter.now == Compiled(captures=1)
 
 
-def test_kernels_are_counted_through_the_hook_of_triton(
-    counter: CompilationCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_counted_through_the_hook_of_triton(counter, monkeypatch):
     """The hook that was there is still called, and may take over a compilation."""
     runtime = SimpleNamespace(jit_cache_hook=lambda repr: repr == "taken")
     monkeypatch.setattr(triton.knobs, "runtime", runtime)
@@ -84,7 +80,7 @@ def test_kernels_are_counted_through_the_hook_of_triton(
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def traced(monkeypatch):
     """``torch.compile`` without a C++ compiler; every size is a constant to it."""
     quick = functools.partial(torch.compile, backend="aot_eager", dynamic=False)
     monkeypatch.setattr(torch, "compile", quick)
@@ -104,14 +100,14 @@ def run(trainer: Trainer) -> tuple[list[dict[str, Any]], list[dict[str, Any]], s
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_late_compilation_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_compilation_is_a_warning(tmp_path, monkeypatch):
     """A new number of sequences in the eighth step; those in the first five steps are expected."""
     changes: dict[str, Any] = {"steps": 10, "log_every": 1, "eval_every": 4, "checkpoint_every": 0}
     model = {"attention": "dense"}  # quick to trace
     made = new_trainer(tmp_path, accumulation=1, compile=True, model=model, **changes)
     config, draw, sizes = made.config, made._draw, iter([2, 1, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2])
 
-    def uneven(sampler: Any) -> Any:
+    def uneven(sampler):
         size = next(sizes)
         made.config = dataclasses.replace(config, micro_batch=size, global_batch=size)
         return draw(sampler)
@@ -129,13 +125,11 @@ def test_a_late_compilation_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("number", "warned"), [(1, 0), (2, 1)])
-def test_the_first_evaluation_may_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, warned: int
-) -> None:
+def test_the_first_evaluation_may_compile(tmp_path, monkeypatch, number, warned):
     made = new_trainer(tmp_path, steps=12, eval_every=6)
     share, calls = made._reports._share, itertools.count(1)
 
-    def compiling(batches: Any) -> Any:
+    def compiling(batches):
         if next(calls) == number:
             compilations.add(Compiled(graphs=1))
         return share(batches)
@@ -146,7 +140,7 @@ def test_the_first_evaluation_may_compile(
     assert places == ["evaluation after step 12"] * warned
 
 
-def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_are_counted(tmp_path, monkeypatch):
     """Where a graph is made; the graph itself is a stand-in."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
     monkeypatch.setattr(torch.cuda, "Stream", Mock)
@@ -166,10 +160,8 @@ def test_captures_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("traced")
-def test_the_start_is_told_while_it_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def slow(*args: Any, **kwargs: Any) -> Any:
+def test_the_start_is_told_while_it_happens(tmp_path, monkeypatch, caplog):
+    def slow(*args, **kwargs):
         time.sleep(1.1)
         return open_data(*args, **kwargs)
 
@@ -179,21 +171,17 @@ def test_the_start_is_told_while_it_happens(
     whole = ParallelConfig(compile_layers=False)
     made = new_trainer(tmp_path, steps=2, compile=True, parallel=whole, model=window)
     rows, _, _ = run(made)
-    told = [re.sub(r"\d+\.\d", "X", message) for message in caplog.messages]
+    said = [re.sub(r"\d+\.\d", "X", message) for message in caplog.messages]
     begins = ("start: ", "torch.compile", "first step")
-    assert [line for line in told if line.startswith(begins)] == [
-        "start: device",
-        "start: model",
-        "start: data",
-        "start: first batch",
-        "start: first step",
+    assert [line for line in said if line.startswith(begins)] == [
+        *(f"start: {phase}" for phase in ("device", "model", "data", "first batch", "first step")),
         "torch.compile is compiling",
         "torch.compile has compiled in X s",
         "first step after X s: device X s, model X s, data X s, first batch X s, first step X s",
     ]
     assert made.startup.first_step_s == rows[0]["first_step_s"]
-    (said,) = [message for message in caplog.messages if message.startswith("first step after")]
-    whole_s, *phases = map(float, re.findall(r"(\d+\.\d) s", said))
+    (last,) = [message for message in caplog.messages if message.startswith("first step after")]
+    whole_s, *phases = map(float, re.findall(r"(\d+\.\d) s", last))
     assert whole_s == pytest.approx(rows[0]["first_step_s"], abs=0.1)
     assert sum(phases) == pytest.approx(whole_s, abs=0.5)
     assert phases[2] >= 1.1
