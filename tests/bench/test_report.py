@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.bench.report import guard, of_one_batch, series, write_report
+from nsa.bench.report import Results, guard, of_one_batch, result_table, series, write_report
 from nsa.bench.rows import (
     Row,
     figures,
@@ -23,7 +23,6 @@ from nsa.bench.rows import (
     read_rows,
     targets,
 )
-from nsa.bench.table import Results, result_table
 from nsa.errors import UserError
 from nsa.train import environment
 from tests.bench.rows import H200, SOUND, WRONG, make_row, training, write_rows
@@ -61,7 +60,7 @@ def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for changes in ({"ms_p50": 1.23456789}, {**WRONG, "variant": {"lr": 1.23456789}}):
         results = Results(path, CPU)  # the second appends
         results.add(**{**given, **changes})
-        assert results.finish() == (changes.get("correct") is None)
+        assert results.finish() == int("correct" in changes)
         made += results.rows
     assert read_rows([path]) == made
     assert (made[0].ms_p50, made[1].variant) == (1.23457, {"lr": 1.23456789})
@@ -178,7 +177,7 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str,
     one = training("nsa", 1.0, **{**TWO, "num_gpus": 1, "tokens_per_s": 1e6}, settings=settings)
     one = replace(one, run_id="another")
     different = replace(one, settings={**settings, **other}, tokens_per_s=1.2e6)
-    assert "  1.86" in result_table([one, different, two]).splitlines()[3]
+    assert " 1.86 " in result_table([one, different, two]).splitlines()[4]
     assert "1.86" not in result_table([different, two])
     assert "1.86" not in result_table([replace(one, commit="b"), two])
 
@@ -210,10 +209,11 @@ def test_a_ratio_to_a_slow_dense_is_void(dense: Row, ours: Row) -> None:
 def test_table() -> None:
     failed = make_row(**WHOLE, provider="narrow", **WRONG)
     lines = result_table([DENSE, OURS, failed]).splitlines()
-    assert lines[1].split()[-3:] == ["1", "1", "5"]
-    assert lines[2].endswith("0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL")
+    assert len(lines) == 5
+    assert [cell.strip() for cell in lines[2].split("|")[-5:-2]] == ["1", "1", "5"]
+    assert lines[3].endswith(" | 0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL |")
     where = "attention, narrow, seed, random, S 65,536, fwd_bwd"
-    assert lines[3] == f"without a time: {where}: dq is wrong"
+    assert lines[4] == f"without a time: {where}: dq is wrong"
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +296,10 @@ def decoding(ms: float, dense_ms: float = 4.0) -> list[Row]:
     ]
 
 
+def verdicts(lines: list[str]) -> list[str]:
+    return [line.split()[-2] for line in lines[0].splitlines()[2:]]
+
+
 COUNTS = "2 ratios compared, {} worse by more than {}%, 0 without a baseline, 0 wrong rows"
 
 
@@ -305,7 +309,7 @@ def test_ratios_and_not_times_are_compared(made: Any) -> None:
     assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
     lines, passed = guard(made(2.11), made(2.0), 0.05)
     assert (lines[-1], passed) == (COUNTS.format(1, 5), False)
-    assert [line.split()[-1] for line in lines[1:3]] == ["WORSE", "ok"]
+    assert verdicts(lines) == ["WORSE", "ok"]
     assert guard(made(2.11), made(2.0), 0.06)[1]
 
 
@@ -340,7 +344,7 @@ def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
 
 def test_what_the_guard_compares() -> None:
     lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)  # memory, too
-    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "WORSE"]
+    assert verdicts(lines) == ["ok", "WORSE"]
     unmasked = replace(steps(2.0)[1], provider="dense-unmasked")  # no ratio of this library
     lines, _ = guard([*steps(2.0), unmasked], steps(2.0), 0.05)
     assert lines[-1] == COUNTS.format(0, 5)
