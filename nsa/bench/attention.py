@@ -183,7 +183,7 @@ def flex_attention(problem: Problem) -> Callable[..., Tensor]:
     """Compiled FlexAttention: the window, or dense causal attention for whole attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    windowed, size = problem.case.name == "attention.window", problem.config.window_size
+    windowed, size = "window" in problem.case.name, problem.point.config.window_size
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         causal = key <= row

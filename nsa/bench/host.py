@@ -118,7 +118,7 @@ def bench_host(
             for length in tokens:
                 inputs = torch.randn(1, length, width).to(device, DTYPE)
                 make = partial(_subject, copy, run, inputs, mode != "fwd", checked)
-                row = {"case": "host.module", "provider": provider, "shape": shape}
+                row: Fields = {"case": "host.module", "provider": provider, "shape": shape}
                 row |= {"dtype": "bfloat16", "mode": mode, "settings": {"width": width}}
                 results.add(**row, seq_len=length, batch=1, **measure(make, device))
 

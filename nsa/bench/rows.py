@@ -33,6 +33,9 @@ _DENSE = ("dense-cudnn",)
 _DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention": DENSE_DECODE}
 # Units in which higher is better.
 _SPEEDS = ("tokens/s", "of one", "times dense", "of copy bandwidth")
+# Fields of older rows that no table shows.
+OLD_FIELDS = {"overlap", "compilations_after_5", "slowest_over_median", "host_ms_p50"}
+OLD_FIELDS |= {"first_step_s"}
 # Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
@@ -68,7 +71,6 @@ class Row:
     peak_mib: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     note: str | None = None
-    overlap: float | None = None
     recall: float | None = None
     timing: str | None = None
     samples: int | None = None
@@ -81,10 +83,6 @@ class Row:
     loss_nats: float | None = None
     settings: dict[str, Any] | None = None
     changed: dict[str, Any] | None = None
-    compilations_after_5: int | None = None
-    slowest_over_median: float | None = None
-    host_ms_p50: float | None = None
-    first_step_s: float | None = None
     num_gpus: int = 1
     communication_ms: float | None = None
     exposed_ms: float | None = None
@@ -102,7 +100,7 @@ class Row:
     @property
     def kind(self) -> tuple[object, ...]:
         """Key of rows that repeat one measurement; the newest is used."""
-        return self.gpu, *_point(self), self.is_masked, self.num_gpus
+        return self.gpu, *_key(self)[1:], self.is_masked, self.num_gpus
 
     def __post_init__(self) -> None:
         """Assert that a row with a time is correct."""
@@ -111,9 +109,9 @@ class Row:
         assert self.correct is True or self.note, "a row without a time says why"
 
 
-def _point(row: Row) -> tuple[object, ...]:
-    what = row.case, row.provider, row.shape, row.choice, row.dtype
-    return *what, row.seq_len, row.batch, row.mode
+def _key(row: Row) -> tuple[object, ...]:
+    work = row.case, row.provider, row.shape, row.choice, row.dtype, row.seq_len, row.batch
+    return row.run_id, *work, row.mode
 
 
 def origin(device: torch.device, commit: str | None = None) -> dict[str, Any]:
@@ -148,7 +146,9 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
             try:
-                rows += [Row(**json.loads(line))] if line.strip() else []
+                fields = json.loads(line or "null")
+                if fields is not None:
+                    rows.append(Row(**{x: fields[x] for x in fields if x not in OLD_FIELDS}))
             except (ValueError, TypeError, AssertionError) as error:
                 argument, rule = f"{path}:{number}: the line", "be a row that the benchmark writes"
                 raise UserError("read_rows", argument, rule, error) from error
@@ -174,7 +174,7 @@ def figures(rows: Iterable[Row]) -> Figures:
     """Index rows with a time for ratios: by run and work, and steps on one GPU by settings."""
     found: dict[tuple[object, ...], Row] = {}
     for row in measured(rows):
-        found[row.run_id, *_point(row)] = row
+        found[_key(row)] = row
         if row.case == "train" and row.num_gpus == 1:
             found[_step_key(row)] = row
     return found
@@ -190,8 +190,7 @@ def _step_key(row: Row) -> tuple[object, ...]:
 
 def ratio(row: Row, by: Figures, name: str = "ms_p50", **names: str) -> float | None:
     """Divide time or memory by that of a row of the same run with other field values."""
-    other = replace(row, **names)  # type: ignore[arg-type]
-    return _quotient(row, by.get((row.run_id, *_point(other))), name)
+    return _quotient(row, by.get(_key(replace(row, **names))), name)  # type: ignore[arg-type]
 
 
 def _quotient(row: Row, below: Row | None, name: str) -> float | None:
@@ -206,12 +205,10 @@ def is_dense(row: Row) -> bool:
 
 def fastest_dense(row: Row, by: Figures) -> Row | None:
     """Return the fastest dense attention, or the dense model, in the same run."""
-    case, names = "attention", _DENSE
-    if row.case in _DENSE_OF:
-        case, names = row.case, _DENSE_OF[row.case]
-    dense = (_point(replace(row, case=case, provider=name)) for name in names)
-    found = [each for key in dense if (each := by.get((row.run_id, *key)))]
-    return min(found, key=lambda each: each.ms_p50 or 0, default=None)
+    case = row.case if row.case in _DENSE_OF else "attention"
+    names = _DENSE_OF.get(row.case, _DENSE)
+    found = [by.get(_key(replace(row, case=case, provider=name))) for name in names]
+    return min(filter(None, found), key=lambda each: each.ms_p50 or 0, default=None)
 
 
 def of_dense(row: Row, by: Figures, name: str = "ms_p50") -> float | None:

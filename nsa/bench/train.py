@@ -128,16 +128,16 @@ def find_runs(
     file, base = load_config(paths[0]), load_config(paths[0], settings)
     if names is None:
         names = DEFAULT if len(paths) == 1 else (base.model.attention,)
-    found = [
-        Run(path.stem, load_config(path, settings), load_config(path), base) for path in paths[1:]
-    ]
+    found = [Run(name, model_of(base, name), file) for name in names]
+    for path in paths[1:]:
+        found.append(Run(path.stem, load_config(path, settings), load_config(path), base))
     for text in variants:
         name, changes = split_variant(WHERE, text)
         found.append(Run(name, load_config(paths[0], {**settings, **changes}), file, base))
-    taken = [*PROVIDERS, *(run.name for run in found)]
+    taken = [*PROVIDERS, *(run.name for run in found if run.base is not None)]
     rule = "differ from those of other runs and models"
     check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
-    return [*(Run(name, model_of(base, name), file) for name in names), *found]
+    return found
 
 
 def model_of(base: TrainConfig, name: str) -> TrainConfig:
@@ -176,8 +176,14 @@ def rebatch(
     size = min(micro_batch or config.micro_batch, own)
     rule, hint = f"divide the {own} sequences of a step", "Give --micro-batch."
     check(own % size == 0, WHERE, "micro_batch", rule, size, hint)
-    batch = {"micro_batch": size, "accumulation": own // size, "global_batch": sequences}
-    return replace(config, seq_len=seq_len, world_size=world_size, **batch)
+    return replace(
+        config,
+        seq_len=seq_len,
+        micro_batch=size,
+        accumulation=own // size,
+        global_batch=sequences,
+        world_size=world_size,
+    )
 
 
 def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:
@@ -551,8 +557,10 @@ def communication_us(spans: Sequence[tuple[float, float, str]]) -> tuple[float, 
     Args:
         spans: start, end and name of kernels, copies and fills, microseconds.
     """
-    sent = _covered(span for span in spans if "nccl" in span[2].lower())
-    computed = _covered(span for span in spans if "nccl" not in span[2].lower())
+    sent, computed = (
+        _covered(span for span in spans if ("nccl" in span[2].lower()) is sends)
+        for sends in (True, False)
+    )
     ran = _covered(spans)
     whole = max(span[1] for span in spans) - min(span[0] for span in spans) if spans else 0.0
     return sent, ran - computed, whole - ran

@@ -142,7 +142,7 @@ def find_tasks(case: Case, points: Sequence[Point]) -> list[Task]:
     for mode, gate in product(case.modes, gates):
         seq_len, work = gate.problem.point.seq_len, PROVIDERS["nsa"].work(gate.problem, mode)
         seen = dict[TileKey, Tile]()
-        with tiles_chosen_by(lambda key, tile, seen=seen: seen.setdefault(key, tile)):
+        with tiles_chosen_by(seen.setdefault):
             work.run()
         for key, tile in seen.items():
             task = tasks.setdefault(key, Task(key, mode, tile))

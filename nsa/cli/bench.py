@@ -55,11 +55,12 @@ def attention(
         commit: commit to record if the checkout has no git
     """
     from nsa.bench import attention as bench
+    from nsa.bench.cases import CASES
 
     words = bench.DEFAULT if provider is None else _words("--provider", provider, bench.PROVIDERS)
     variants = [bench.parse_variant(text) for text in variant or []]
     providers = [*(bench.PROVIDERS[name] for name in words), *variants]
-    cases = _words("--case", case, bench.CASES)
+    cases = _words("--case", case, CASES)
     points = _points(shape, seqs, tokens, dtype, choice)
     bench.check_machine(providers, points)
     results = _results(out, commit)
@@ -163,11 +164,10 @@ def host(
     from nsa.bench.cases import parse_shape
     from nsa.bench.host import MODES, PROVIDERS, bench_host
 
-    found, lengths = parse_shape(shape), _lengths("--tokens", tokens)
-    given = {"providers": _words("--provider", provider, PROVIDERS)}
-    given["modes"] = _words("--mode", mode, MODES)
+    heads, lengths = parse_shape(shape), _lengths("--tokens", tokens)
+    names, modes = _words("--provider", provider, PROVIDERS), _words("--mode", mode, MODES)
     results = _results(out, commit)
-    bench_host(results, shape, found, lengths, **given)
+    bench_host(results, shape, heads, lengths, providers=names, modes=modes)
     return results.finish()
 
 
@@ -391,11 +391,11 @@ def _lengths(option: str, text: str) -> list[int]:
 def _contexts(text: str) -> list[tuple[int, int]]:
     from nsa.bench.attention import MIN_LENGTH
 
-    found = [re.fullmatch("([0-9]{1,10})(?:x([1-9][0-9]{0,9}))?", x) for x in text.split(",")]
-    points = [(int(x[1]), int(x[2] or 1)) for x in found if x]
-    fits = len(points) == len(found) and all(
-        tokens >= MIN_LENGTH and tokens * sequences <= _MOST for tokens, sequences in points
-    )
+    number = "[1-9][0-9]{0,9}"
+    fits = re.fullmatch(f"{number}(x{number})?(,{number}(x{number})?)*", text) is not None
+    words = [f"{word}x1".split("x") for word in text.split(",") if fits]
+    points = [(int(word[0]), int(word[1])) for word in words]
+    fits &= all(a >= MIN_LENGTH and a * b <= _MOST for a, b in points)
     rule = f"be at least {MIN_LENGTH} tokens or TOKENSxSEQUENCES, with commas between them"
     hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."
     check(fits, "nsa bench decode", "--points", rule, repr(text), hint)

@@ -96,7 +96,7 @@ def test_random_selections_are_legal(choice: str, seq_len: int) -> None:
         assert not torch.equal(ids[:, :, 0], ids[:, :, 1])  # groups of heads select by themselves
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 8, 16, 17, 64, 65, 200])
+@pytest.mark.parametrize("seq_len", [7, 8, 65, 200])
 def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
     at = Point("small", SMALL, seq_len, 3, "random", torch.float32, CPU)
     config = at.config

@@ -26,7 +26,6 @@ from nsa.bench.train import (
     measure_steps,
     rebatch,
 )
-from nsa.errors import UserError
 from nsa.lm.baseline import dense_of_equal_size, parameters_by_part
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
@@ -43,7 +42,7 @@ PATTERN = {**HEADS, "compress_block_size": 8, "compress_stride": 4, "block_size"
 PATTERN |= {"num_selected_blocks": 4, "window_size": 32}
 
 
-def small_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
+def write_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
     """A model with one layer, and steps of two sequences of 64 tokens."""
     model = {"width": MODEL.width, "num_layers": 1, "mlp_hidden_size": 64, "nsa": PATTERN}
     data = {"source": "folder", "path": str(write_text(folder / "text"))}
@@ -56,7 +55,7 @@ def small_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return small_config(tmp_path)
+    return write_config(tmp_path)
 
 
 def run(path: Path, words: str = "") -> tuple[int, list[Row]]:
@@ -73,7 +72,7 @@ NSA_STEPS = "--provider nsa --mode fwd_bwd"
 def test_sparse_and_dense_models_in_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = small_config(tmp_path, optim={"grad_clip": 0.5})
+    path = write_config(tmp_path, optim={"grad_clip": 0.5})
     code, rows = run(path, "--variant split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
     names = ("nsa", "dense", "dense-matched", "split")
@@ -106,7 +105,7 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
     data = {"source": "folder", "path": str(write_text(tmp_path / "text")), "document_mask": False}
     odd: dict[str, Any] = {"seq_len": 32, "micro_batch": 1, "accumulation": 3, "global_batch": 3}
     odd |= {"log_every": 1, "eval_every": 2, "checkpoint_every": 1, "data": data}
-    path = small_config(tmp_path, **odd, sample_tokens=5, telemetry=False)
+    path = write_config(tmp_path, **odd, sample_tokens=5, telemetry=False)
     _, (row,) = run(path, NSA_STEPS)
     assert row.settings is not None
     assert (row.seq_len, row.batch, row.changed, row.is_masked) == (32, 3, {}, False)
@@ -133,15 +132,16 @@ def test_a_step_lasts_until_the_next_one(path: Path, monkeypatch: pytest.MonkeyP
     train_step = Trainer.train_step
 
     def uneven(self: Trainer, *args: Any) -> Any:
-        time.sleep(1.0 if self.state.progress.step < 5 else 0.1)  # three are profiled
+        step = self.state.progress.step  # three are profiled
+        time.sleep(1.0 if step < 5 else 0.6 if step == 7 else 0.1)
         return train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", uneven)
-    found, _ = measure_steps(load_config(path), CPU, 2, 2)
-    assert found["samples"] == 2
-    assert 0 < 2 * found["ms_p20"] <= 1000 * 2 * 128 / found["tokens_per_s"] * 1.01
-    assert found["ms_p20"] < 1000
-    assert "peak_mib" not in found and "kernels" not in found  # on a CPU
+    found, _ = measure_steps(load_config(path), CPU, 2, 3)
+    assert found["samples"] == 3
+    assert 100 <= found["ms_p50"] < 600
+    assert found["tokens_per_s"] < 3 * 128 / 0.8
+    assert not {"peak_mib", "kernels"} & found.keys()  # on a CPU
     assert found["loss_nats"] > 0
 
 
@@ -208,23 +208,9 @@ def test_steps_that_are_not_finite_get_no_figure(
     assert str(row.note).startswith("loss or gradient not finite in step 1")
 
 
-def test_speed_counts_the_time_between_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes between the two timed steps, in neither of them."""
-    marked = train.time_mark
-
-    def slow(device: torch.device) -> Any:
-        time.sleep(0.5)
-        return marked(device) - 0.5 * len(marks)
-
-    marks = list[int]()
-    monkeypatch.setattr(train, "time_mark", lambda device: (marks.append(0), slow(device))[1])
-    _, (row,) = run(path, "--provider dense --mode fwd_bwd")
-    assert row.tokens_per_s < 2 * 128 / 1.0
-
-
 FORWARD = ["range_fwd_kernel", "select_kernel", "selected_fwd_kernel", "nvjet_gemm"]
 BOTH = [*FORWARD, "range_dq_kernel", "range_dkv_kernel", "selected_dq_kernel"]
-FLASH, CUDNN = "pytorch_flash::flash_fwd_kernel", "cudnn_generated_fort_native_sdpa_fprop"
+FLASH = "pytorch_flash::flash_fwd_kernel"
 
 
 @pytest.mark.parametrize(
@@ -232,12 +218,10 @@ FLASH, CUDNN = "pytorch_flash::flash_fwd_kernel", "cudnn_generated_fort_native_s
     [
         ("nsa", True, FORWARD, "fwd", None),
         ("nsa", True, FORWARD, "fwd_bwd", "no kernel with range_dq in its name ran"),
-        ("nsa", True, BOTH, "fwd_bwd", None),
         ("nsa", True, [*BOTH, FLASH], "fwd_bwd", "which is attention of another library"),
         ("dense", True, [FLASH], "fwd", None),
         ("dense", True, ["nvjet_gemm"], "fwd", "no kernel with flash or fmha or cudnn or"),
         ("dense", False, [FLASH], "fwd", "no kernel with cudnn in its name ran"),
-        ("dense", False, [CUDNN], "fwd", None),
     ],
 )
 def test_kernels_are_judged_by_the_model(
@@ -278,19 +262,16 @@ def test_a_run_that_ends_early_says_why(
 
 # --- What is run
 def test_two_configurations_side_by_side(tmp_path: Path) -> None:
-    paths = [small_config(tmp_path, "a"), small_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
+    paths = [write_config(tmp_path, "a"), write_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
     first, second = find_runs(paths, {"steps": "7"})
     assert (first.name, first.base, first.config.steps) == ("nsa", None, 7)
     assert (second.name, second.base) == ("b", first.config)
     assert differences(first.config, second.config) == {"seed": 3, "optim.lr": 0.01}
-    with pytest.raises(UserError, match="--nonsense"):
-        find_runs(paths, {"nonsense": "7"})
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--variant a:compile", "--variant must be NAME:KEY=VALUE,.."),
         ("--variant a:seed=1,seed=2", "with each key once"),
         ("--variant a:compile=true --variant a:seed=1", "the names of runs must differ"),
         ("--variant dense:seed=1", "the names of runs must differ"),
@@ -309,13 +290,11 @@ def test_bad_words_of_the_command(
     ("changes", "batch"),
     [
         ({}, {}),
-        ({"seq_len": 8192}, {"seq_len": 8192}),
         ({"tokens": 16_384}, {"accumulation": 4, "global_batch": 8}),
         (
             {"tokens": 65_536, "micro_batch": 32},
             {"micro_batch": 32, "accumulation": 1, "global_batch": 32},
         ),
-        ({"world_size": 2}, {"accumulation": 1, "world_size": 2}),
         ({"world_size": 4}, {"micro_batch": 1, "accumulation": 1, "world_size": 4}),
     ],
 )
@@ -332,7 +311,7 @@ def test_a_batch_that_processes_cannot_divide() -> None:
         rebatch(load_config("78m"), world_size=3)
 
 
-@pytest.mark.parametrize("name", ["78m", "117m", "gpu-small", "cpu-small"])
+@pytest.mark.parametrize("name", ["78m", "cpu-small"])
 def test_the_matched_model_has_as_many_parameters(name: str) -> None:
     model = load_config(name).model
     matched = dense_of_equal_size(model)
@@ -347,7 +326,7 @@ def test_the_matched_model_has_as_many_parameters(name: str) -> None:
 def test_one_process_and_two(tmp_path: Path) -> None:
     """The same global batch, divided; buckets of gradients are settings."""
     batch: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
-    config, out = small_config(tmp_path, **batch), tmp_path / "rows.jsonl"
+    config, out = write_config(tmp_path, **batch), tmp_path / "rows.jsonl"
     options = f"--config {config} {NSA_STEPS} --warmup 1 --steps 2 --out {out}"
     words = ("bench", "train", *options.split())
     with Nsa(*words, said=tmp_path / "said") as nsa:

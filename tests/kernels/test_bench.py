@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from nsa.bench.report import Results
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 
 CPU = torch.device("cpu")
-SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
+SMALL: dict[str, Any] = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
 SMALL |= {"num_selected_blocks": 4, "window_size": 32}
 POINT = Point("3x1x16x16", parse_shape("3x1x16x16"), 128, 1, "random", torch.float32, CPU)
 NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, "not timed", 1.0)
