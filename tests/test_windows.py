@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.test_train import small_config
+from tests.bench.test_train import write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,7 +80,7 @@ print(json.dumps({"absent": absent, "gradient": gradient, "triton": triton, "sai
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("windows")
-    config = str(small_config(folder))
+    config = str(write_config(folder))
     commands = [
         ["train", config, "--run-dir", str(folder / "run")],
         ["train", "--resume", str(folder / "run")],

@@ -120,6 +120,7 @@ class Provider:
         inputs = {name: tensors[name].detach().requires_grad_(needs_grad) for name in names}
         leaves, dout = inputs if needs_grad else {}, tensors["dout"]
         if self.consume is not None:
+            torch.compiler.reset()  # compile each point separately, with static shapes
             make = partial(self.consume[0], tensors["block_indices"], config)
             attend = partial(self.consume[1], *inputs.values(), config)
             return Work(lambda: attend(make()), leaves, dout, make, attend)

@@ -162,10 +162,8 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     return call(*inputs, None, config, rope=Rope.from_config(config), backend=backend)
 
 
-def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
-    out, _ = compressed_attention(x["q"], x["k_cmp"], x["v_cmp"], config, backend=backend)
-    assert out is not None
-    return out
+def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
+    return compressed_attention(x["q"], x["k_cmp"], x["v_cmp"], config, backend=backend)
 
 
 def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -194,7 +192,7 @@ _WHOLE = (
 _SELECTED = (("selected_",), ("selected_",))
 _CASES = (
     Case("attention", WHOLE_INPUTS, _attention, _WHOLE),
-    Case("attention.compressed", ("q", "k_cmp", "v_cmp"), _compressed, _RANGE),
+    Case("attention.compressed", ("q", "k_cmp", "v_cmp"), lambda *x: _compressed(*x)[0], _RANGE),
     Case("attention.choice", (), _select, (("select_",), ())),
     Case("attention.selected", ("q", "k_slc", "v_slc"), selected_by("auto"), _SELECTED),
     Case("attention.window", ("q", "k_win", "v_win"), _window, _RANGE),
@@ -236,8 +234,8 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
         raw = [Raw(pack(k), None, Rope.from_config(config)), Raw(pack(v), None, None)]
         with torch.no_grad():
             k, v = run_compress(raw, config, sequences, backend)
-            _, lse = compressed_attention(base["q"], k, v, config, backend=backend)
-        tensors |= {"k_cmp": k, "v_cmp": v, "lse": lse}
+            tensors |= {"k_cmp": k, "v_cmp": v}
+            tensors["lse"] = _compressed(tensors, config, backend)[1]
     return Problem(case, point, tensors)
 
 

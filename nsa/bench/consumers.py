@@ -97,14 +97,10 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, made: An
 
 _TEMPLATE = (("triton_tem",), ("triton_tem",))
 _SELECTED = ("attention.selected",)
-_CONSUMERS: dict[str, Any] = {
-    "nsa": (lambda ids, config: ids, attend_indices),
-    "mask": (partial(block_mask, by="mask"), attend_flex),
-    "ranges": (partial(block_mask, by="ranges"), attend_flex),
-    "gather": (gathered_rows, attend_gathered),
-}
-_KERNELS = {"nsa": None, "mask": _TEMPLATE, "ranges": _TEMPLATE, "gather": ((), ())}
+_MASK, _RANGES = ((partial(block_mask, by=by), attend_flex) for by in ("mask", "ranges"))
 CONSUMERS = [
-    Provider(name, _SELECTED, consume=consume, kernels=_KERNELS[name])
-    for name, consume in _CONSUMERS.items()
+    Provider("nsa", _SELECTED, consume=(lambda ids, config: ids, attend_indices)),
+    Provider("mask", _SELECTED, consume=_MASK, kernels=_TEMPLATE),
+    Provider("ranges", _SELECTED, consume=_RANGES, kernels=_TEMPLATE),
+    Provider("gather", _SELECTED, consume=(gathered_rows, attend_gathered), kernels=((), ())),
 ]

@@ -443,10 +443,16 @@ def measure_steps(
     """
     torch.compiler.reset()  # otherwise another length makes shapes dynamic
     on_gpu, processes = device.type == "cuda", processes or Processes()
-    first, log_every = warmup + PROFILED_STEPS, min(config.log_every or LOG_EVERY, steps)
-    config = replace(config, steps=max(config.steps, first + steps + 2), log_every=log_every)
-    unused = dict.fromkeys(("eval_windows", "checkpoint_every", "sample_tokens"), 0)
-    config = replace(config, nonfinite="stop", **unused)  # type: ignore[arg-type]
+    first = warmup + PROFILED_STEPS
+    config = replace(
+        config,
+        steps=max(config.steps, first + steps + 2),
+        log_every=min(config.log_every or LOG_EVERY, steps),
+        eval_windows=0,
+        checkpoint_every=0,
+        sample_tokens=0,
+        nonfinite="stop",
+    )
     if on_gpu:
         # The profiler records kernels only of CUDA graphs captured after its first use.
         profiled(lambda: None, device)
@@ -470,18 +476,7 @@ def measure_steps(
             ends.append(time.perf_counter())
             raise MeasuredError
 
-    with tempfile.TemporaryDirectory() as own_folder:
-        path = Path(processes.all_of(own_folder)[0]) / "run"
-        with processes.main_first():
-            main = processes.is_main
-            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
-        given: dict[str, Any] = {"on_row": rows.append, "on_step": on_step, "stops_at_once": True}
-        trainer = Trainer(config, run_folder, processes=processes, **given)
-        with suppress(MeasuredError):
-            on_step()
-            trainer.run()
-            raise AssertionError("the run ended before all steps were timed")
-        processes.wait_for_all()  # before the main process removes the folder
+    trainer = _train(config, processes, on_row=rows.append, on_step=on_step)
     found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer").fields()
     tokens_per_s = steps * config.global_batch * config.seq_len / (ends[1] - ends[0])
     found |= _speed(config, tokens_per_s, "fwd_bwd", device)
@@ -495,6 +490,22 @@ def measure_steps(
             found["peak_mib"] = float(processes.largest(round(found["peak_mib"]))[0])
             found |= communication_ms(trace, processes)
     return found, trainer
+
+
+def _train(config: TrainConfig, processes: Processes, **given: Any) -> Trainer:
+    """Run in a temporary folder until all steps are timed."""
+    with tempfile.TemporaryDirectory() as own_folder:
+        path = Path(processes.all_of(own_folder)[0]) / "run"
+        with processes.main_first():
+            main = processes.is_main
+            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
+        trainer = Trainer(config, run_folder, processes=processes, stops_at_once=True, **given)
+        with suppress(MeasuredError):
+            given["on_step"]()  # before the first step
+            trainer.run()
+            raise AssertionError("the run ended before all steps were timed")
+        processes.wait_for_all()  # before the main process removes the folder
+    return trainer
 
 
 def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> Fields:

@@ -133,14 +133,14 @@ def test_a_step_lasts_until_the_next_one(path: Path, monkeypatch: pytest.MonkeyP
 
     def uneven(self: Trainer, *args: Any) -> Any:
         step = self.state.progress.step  # three are profiled
-        time.sleep(1.0 if step < 5 else 0.6 if step == 7 else 0.1)
+        time.sleep(1.0 if step < 5 else 3.0 if step == 7 else 0.1)
         return train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", uneven)
     found, _ = measure_steps(load_config(path), CPU, 2, 3)
     assert found["samples"] == 3
-    assert 100 <= found["ms_p50"] < 600
-    assert found["tokens_per_s"] < 3 * 128 / 0.8
+    assert 100 <= found["ms_p20"] < 1000
+    assert found["tokens_per_s"] < 3 * 128 / 3.2
     assert not {"peak_mib", "kernels"} & found.keys()  # on a CPU
     assert found["loss_nats"] > 0
 
