@@ -13,9 +13,9 @@ import torch
 from nsa.bench.rows import (
     STEP_SETTINGS,
     UNMASKED,
-    Figures,
     Row,
-    figures,
+    RowIndex,
+    index_rows,
     is_dense,
     is_void,
     measured,
@@ -49,7 +49,7 @@ _MEASURED = (
     "loss_nats",
 )
 _DASHES = {"fwd": "--", "fwd_bwd": "-", "step": "-"}
-Value = Callable[[Row, Figures], float | None]
+Value = Callable[[Row, RowIndex], float | None]
 # Plots over length: file name, value, label.
 _PLOTS: Mapping[str, tuple[Value, str]] = {
     "time": (lambda row, by: row.ms_p50, "ms"),
@@ -105,7 +105,7 @@ class Results:
 # --- Tables
 def result_table(rows: Sequence[Row]) -> str:
     """Table of rows with a time, ratios and targets; then the reasons of rows without a time."""
-    by, timed = figures(rows), measured(rows)
+    by, timed = index_rows(rows), measured(rows)
     lines = [markdown(table([cells(row, by) for row in timed]))] if timed else []
     failed = [f"without a time: {point(row)}: {row.note}" for row in rows if row.note]
     return "\n".join([*lines, *failed])
@@ -116,7 +116,7 @@ def point(row: Row) -> str:
     return f"{row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}"
 
 
-def cells(row: Row, by: Figures) -> dict[str, str]:
+def cells(row: Row, by: RowIndex) -> dict[str, str]:
     """Cells of a row by column; empty if a column does not apply.
 
     Args:
@@ -189,7 +189,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     Raises:
         ValueError: no row has a time.
     """
-    by, newest = figures(rows), newest_rows(rows)
+    by, newest = index_rows(rows), newest_rows(rows)
     rule, got = "contain at least one time", f"{len(rows)} rows without one"
     check(bool(newest), "nsa bench report", "the rows", rule, got)
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def _origins(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
-def _table(rows: Sequence[Row], by: Figures) -> str:
+def _table(rows: Sequence[Row], by: RowIndex) -> str:
     hidden = ("case", "choice", "dtype")
     ordered = sorted(rows, key=lambda row: (row.seq_len, row.batch, row.mode, row.ms_p50))
     return markdown(table([{**cells(row, by), **dict.fromkeys(hidden, "")} for row in ordered]))
@@ -244,7 +244,7 @@ def of_one_batch(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.batch == most[row.seq_len]]
 
 
-def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str) -> list[str]:
+def _plots(case: str, rows: Sequence[Row], by: RowIndex, folder: Path, name: str) -> list[str]:
     from matplotlib.figure import Figure
 
     parts = []
@@ -275,7 +275,7 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
 
 
 def series(
-    rows: Iterable[Row], by: Figures, value: Value
+    rows: Iterable[Row], by: RowIndex, value: Value
 ) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Points ``(S, value)`` sorted by S, by provider and mode."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -326,7 +326,7 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
 
 def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, float]]:
     """Newest ratio to dense of each kind, without void ratios and dense rows."""
-    by, found = figures(rows), {}
+    by, found = index_rows(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
         if row.provider == UNMASKED or is_dense(row) or is_void(row, by):
             continue

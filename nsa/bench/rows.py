@@ -167,10 +167,10 @@ def newest_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 # --- Ratios between rows
-Figures = Mapping[tuple[object, ...], Row]
+RowIndex = Mapping[tuple[object, ...], Row]
 
 
-def figures(rows: Iterable[Row]) -> Figures:
+def index_rows(rows: Iterable[Row]) -> RowIndex:
     """Index rows with a time for ratios: by run and work, and steps on one GPU by settings."""
     found: dict[tuple[object, ...], Row] = {}
     for row in measured(rows):
@@ -188,7 +188,7 @@ def _step_key(row: Row) -> tuple[object, ...]:
     return "one GPU", row.gpu, row.commit, *work, *step
 
 
-def ratio(row: Row, by: Figures, name: str = "ms_p50", **names: str) -> float | None:
+def ratio(row: Row, by: RowIndex, name: str = "ms_p50", **names: str) -> float | None:
     """Divide time or memory by that of a row of the same run with other field values."""
     return _quotient(row, by.get(_key(replace(row, **names))), name)  # type: ignore[arg-type]
 
@@ -203,7 +203,7 @@ def is_dense(row: Row) -> bool:
     return row.provider in _DENSE_OF.get(row.case, _DENSE)
 
 
-def fastest_dense(row: Row, by: Figures) -> Row | None:
+def fastest_dense(row: Row, by: RowIndex) -> Row | None:
     """Return the fastest dense attention, or the dense model, in the same run."""
     case = row.case if row.case in _DENSE_OF else "attention"
     names = _DENSE_OF.get(row.case, _DENSE)
@@ -211,17 +211,17 @@ def fastest_dense(row: Row, by: Figures) -> Row | None:
     return min(filter(None, found), key=lambda each: each.ms_p50 or 0, default=None)
 
 
-def of_dense(row: Row, by: Figures, name: str = "ms_p50") -> float | None:
+def of_dense(row: Row, by: RowIndex, name: str = "ms_p50") -> float | None:
     """Divide time or memory by that of dense attention in the same run; None without it."""
     return _quotient(row, fastest_dense(row, by), name)
 
 
-def of_one_gpu(row: Row, by: Figures) -> float | None:
+def of_one_gpu(row: Row, by: RowIndex) -> float | None:
     """Divide the speed by that on one GPU with the same commit, work and settings."""
     return _quotient(row, by.get(_step_key(row)), "tokens_per_s") if row.case == "train" else None
 
 
-def is_void(row: Row, by: Figures) -> bool:
+def is_void(row: Row, by: RowIndex) -> bool:
     """Whether dense attention misses its own target, so that ratios to it are meaningless."""
     dense = fastest_dense(row, by)
     return dense is not None and not all(passed for _, passed in outcomes(dense, by))
@@ -240,7 +240,7 @@ def reaches(unit: str, bound: float, value: float) -> bool:
     return value >= bound if unit in _SPEEDS else value <= bound
 
 
-def outcomes(row: Row, by: Figures) -> list[tuple[str, bool]]:
+def outcomes(row: Row, by: RowIndex) -> list[tuple[str, bool]]:
     """Compare a row with its targets: measured value with verdict, and whether it passes.
 
     Units: ``ms``; ``of dense-cudnn``, time relative to dense attention; ``of random``, relative to

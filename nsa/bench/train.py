@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,20 +185,17 @@ def rebatch(
     )
 
 
-def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:
-    """Settings of ``other`` that differ from ``base``, by dotted name."""
-    before, after = (dict(_flat(dataclasses.asdict(config))) for config in (base, other))
-    return {
-        name: after[name] for name in after if name not in before or before[name] != after[name]
-    }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+def differences(base: Any, other: Any) -> dict[str, Any]:
+    """Settings of a configuration ``other`` that differ from ``base``, by dotted name."""
+    found: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(other)):
+        before, value = getattr(base, name), getattr(other, name)
+        if is_dataclass(value) and is_dataclass(before):
+            inner = differences(before, value)
+            found |= {f"{name}.{key}": changed for key, changed in inner.items()}
+        elif value != before:
+            found[name] = value
+    return found
 
 
 # --- The gate

@@ -57,7 +57,7 @@ def altered(name: str, which: str, change: Callable[[Tensor], Tensor]) -> str:
     return str(verdict["note"])
 
 
-def test_a_result_that_nothing_is_compared_with_is_held_back() -> None:
+def test_a_result_that_nothing_is_compared_with_is_rejected() -> None:
     gate, results = measured("attention.window")
     verdict = gate.check({**results, "dk_slc": results["dk_win"]}, backend="reference")
     assert not verdict["correct"]
@@ -79,12 +79,12 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"attention.choice"}))
-def test_a_wrong_result_is_held_back(name: str, change: str) -> None:
+def test_a_wrong_result_is_rejected(name: str, change: str) -> None:
     for which in ("out", *(f"d{leaf}" for leaf in CASES[name].inputs)):
         assert f"{which}:" in altered(name, which, CHANGES[change])
 
 
-def test_a_window_that_is_one_token_too_long_is_held_back() -> None:
+def test_a_window_that_is_one_token_too_long_is_rejected() -> None:
     gate, results = measured("attention.window")
     longer = replace(SMALL, window_size=33)
     names = ("q", "k_win", "v_win")
@@ -93,7 +93,7 @@ def test_a_window_that_is_one_token_too_long_is_held_back() -> None:
         assert not gate.check({**results, name: result}, backend="reference")["correct"]
 
 
-def test_a_branch_that_is_missing_is_held_back() -> None:
+def test_a_branch_that_is_missing_is_rejected() -> None:
     gate, results = measured("attention")
     config = replace(SMALL, branches=("cmp", "slc"))
     wrong = CASES["attention"].call(gate.problem.tensors, config, "reference")
@@ -156,7 +156,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize(("change", "why"), WRONG)
-def test_a_wrong_selection_is_held_back(change: Callable[[Tensor], Tensor], why: str) -> None:
+def test_a_wrong_selection_is_rejected(change: Callable[[Tensor], Tensor], why: str) -> None:
     assert why in altered("attention.choice", "out", change)
 
 
@@ -169,7 +169,7 @@ def test_recall_counts_the_blocks_that_were_found() -> None:
     assert 1 - crowded / 160 / 4 - 0.02 < found < 1 - 0.3 * crowded / 160 / 4
 
 
-def test_an_approximation_is_held_to_its_own_selection() -> None:
+def test_an_approximation_is_compared_with_its_own_selection() -> None:
     """And finds a part of the exact one."""
     gate, results = measured("attention.choice")
     config = replace(SMALL, score_precision="fp8")

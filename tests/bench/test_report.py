@@ -14,7 +14,7 @@ from nsa import cli
 from nsa.bench.report import Results, guard, of_one_batch, result_table, series, write_report
 from nsa.bench.rows import (
     Row,
-    figures,
+    index_rows,
     is_void,
     newest_rows,
     of_one_gpu,
@@ -101,7 +101,7 @@ def test_the_commit_is_git_s_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -
 
 # --- Targets
 def said(row: Row, *others: Row) -> list[str]:
-    return [text for text, _ in outcomes(row, figures([*others, row]))]
+    return [text for text, _ in outcomes(row, index_rows([*others, row]))]
 
 
 WHOLE = {"seq_len": 65_536, "mode": "fwd_bwd", "batch": 1, **H200}
@@ -173,9 +173,9 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str,
     one = training("nsa", 1.0, **{**TWO, "num_gpus": 1, "tokens_per_s": 1e6}, settings=settings)
     one = replace(one, run_id="another")
     different = replace(one, settings={**settings, **other}, tokens_per_s=1.2e6)
-    assert of_one_gpu(two, figures([one, different])) == pytest.approx(1.86)
-    assert of_one_gpu(two, figures([different])) is None
-    assert of_one_gpu(two, figures([replace(one, commit="b")])) is None
+    assert of_one_gpu(two, index_rows([one, different])) == pytest.approx(1.86)
+    assert of_one_gpu(two, index_rows([different])) is None
+    assert of_one_gpu(two, index_rows([replace(one, commit="b")])) is None
 
 
 def test_the_file_of_targets_is_sound() -> None:
@@ -195,9 +195,9 @@ def test_the_file_of_targets_is_sound() -> None:
     ],
 )
 def test_a_ratio_to_a_slow_dense_is_void(dense: Row, ours: Row) -> None:
-    assert is_void(ours, figures([dense, ours]))
+    assert is_void(ours, index_rows([dense, ours]))
     better = replace(dense, of_copy=0.76, tokens_per_s=661e3)
-    assert not is_void(ours, figures([better, ours]))
+    assert not is_void(ours, index_rows([better, ours]))
     assert " void" in result_table([dense, ours])
 
 

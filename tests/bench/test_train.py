@@ -168,7 +168,7 @@ def too_large(hidden_states: Callable[..., Any]) -> Callable[..., Any]:
         (NativeSparseAttention, "_attend", without_gradient, "d"),  # with the right loss
     ],
 )
-def test_a_wrong_model_gets_no_figure(
+def test_a_wrong_model_gets_no_time(
     kind: type,
     method: str,
     wrong: Callable[[Any], Any],
