@@ -533,16 +533,13 @@ _WARMUP, _STEPS = 3, 4
 def measure(config: TrainConfig, device: torch.device) -> float:
     """Peak memory in tensors of a few steps on a GPU, MiB, as PyTorch's allocator counts it."""
     from nsa.bench.clock import release_memory
-    from nsa.bench.train import as_measured
-    from nsa.bench.train_run import measure_steps
+    from nsa.bench.train import measure_steps
 
     release_memory(device)
-    steps = as_measured(config, _WARMUP, _STEPS)
-    found, trainer = measure_steps(steps, device, _WARMUP, _STEPS)
+    found, trainer = measure_steps(config, device, _WARMUP, _STEPS)
     del trainer
     release_memory(device)
-    assert found.peak_mib is not None
-    return found.peak_mib
+    return float(found["peak_mib"])
 
 
 def compare(planned_mib: float, measured_mib: float) -> tuple[str, bool]:

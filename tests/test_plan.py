@@ -118,7 +118,7 @@ def test_attention_needs_what_was_measured():
     rows = [row for row in rows if (row.case, row.mode) == ("attention", "fwd_bwd")]
     assert len(rows) >= 20
     for row in rows:
-        model = LMConfig(nsa=parse_shape(row.shape).config(), attention=providers[row.provider])
+        model = LMConfig(nsa=parse_shape(row.shape), attention=providers[row.provider])
         kept = kept_bytes(model, "attention")
         needed = attention_backward_bytes(TrainConfig(model=model)) + sum(kept.values())
         needed -= kept["input"] + kept["out"]  # the gradient of out is an input here

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.bench.test_train import small_config
+from tests.bench.test_train import write_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,7 +74,7 @@ print(json.dumps({"absent": absent, "gradient": gradient, "triton": triton, "sai
 
 
 def test_windows(tmp_path: Path) -> None:
-    config, run = str(small_config(tmp_path)), str(tmp_path / "run")
+    config, run = str(write_config(tmp_path)), str(tmp_path / "run")
     refused = [
         ["train", config, "--run-dir", run],
         ["profile", config, "--run-dir", run],

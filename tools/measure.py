@@ -18,8 +18,7 @@ WHOLE = f"{ATTENTION} --case attention"
 SELECTED = f"{ATTENTION} --case attention.selected"
 BOTH = f"{WHOLE},attention.selected"
 SELECTION = f"{ATTENTION} --case attention.choice"
-OPERATORS = f"{SELECTION},attention.compress,attention.compressed,attention.window"
-OPERATORS += ",attention.combine --provider nsa"
+OPERATORS = f"{SELECTION},attention.compressed,attention.window --provider nsa"
 TRAIN = "bench train --config 78m"
 # Whole sequences, so that the dense model uses the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
@@ -72,8 +71,8 @@ MEASUREMENTS = {
         f"{TRAIN} --seqs 128,512 --tokens 65536 --micro-batch 512 {UNMASKED} {MODELS}",
     ],
     "shipped": [
-        f"{TRAIN} {MODELS} --dense-unmasked",
-        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS} --dense-unmasked",
+        f"{TRAIN} {MODELS},dense-unmasked",
+        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS},dense-unmasked",
     ],
     "designs": [
         f"{SELECTED} --seqs 2048,4096,8192,65536 {SHARED} {ALGORITHMS}",
@@ -84,7 +83,6 @@ MEASUREMENTS = {
         f"{DECODE}.attention",
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
         f"{DECODE}.model",
-        f"{DECODE}.model --points 2048,65536 --provider hf,transformers",
     ],
     "host": ["bench host"],
     "switches": [

@@ -6,13 +6,11 @@ The result is checked first; then kernels, peak memory and time of the same call
 from __future__ import annotations
 
 import importlib
-import itertools
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,21 +22,19 @@ from torch.nn.functional import scaled_dot_product_attention
 import nsa.ops
 from nsa.bench.cases import (
     CASES,
-    RECORDED,
+    Call,
     Case,
     Point,
     Problem,
-    Shape,
     Tensors,
-    batch_of,
     make_tensors,
     prepare,
     selected_by,
-    useful_work,
+    useful_flops,
 )
-from nsa.bench.clock import Subject, UnsupportedError, Verdict, measure
+from nsa.bench.clock import Fields, Subject, UnsupportedError, measure, time_call
 from nsa.bench.gate import Gate, approximates
-from nsa.bench.table import Results
+from nsa.bench.report import Results
 from nsa.config import NSAConfig
 from nsa.errors import check, nearest, nearest_hint
 from nsa.ops._backend import kernels_run_on_cpu
@@ -57,22 +53,28 @@ class Work:
     """One computation, prepared for repeated calls.
 
     Attributes:
-        forward: computes the outputs.
-        leaves: tensors whose gradients are computed, by name.
-        douts: gradients of the outputs.
+        forward: computes the output.
+        leaves: tensors whose gradients are computed, by name; empty without a backward pass.
+        dout: gradient of the output.
+        make: the part of the forward pass that prepares a selection, if it is separate.
+        attend: the rest of the forward pass.
     """
 
-    forward: Callable[[], tuple[Tensor, ...]]
-    leaves: Mapping[str, Tensor]
-    douts: tuple[Tensor, ...]
+    forward: Callable[[], Tensor]
+    leaves: Tensors
+    dout: Tensor
+    make: Callable[[], Any] | None = None
+    attend: Callable[[Any], Tensor] | None = None
 
-    def run(self, mode: str) -> tuple[Tensor, ...]:
-        """Compute the outputs, and the gradients in mode ``fwd_bwd``."""
-        if mode == "fwd":
+    def run(self) -> Tensors:
+        """Compute ``out``, and the gradients by ``d`` and the name of the leaf."""
+        if not self.leaves:
             with torch.no_grad():
-                return self.forward()
-        outputs = self.forward()
-        return outputs + torch.autograd.grad(outputs, tuple(self.leaves.values()), self.douts)
+                return {"out": self.forward()}
+        out = self.forward()
+        gradients = torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
+        named = zip(self.leaves, gradients, strict=True)
+        return {"out": out, **{f"d{name}": gradient for name, gradient in named}}
 
 
 @dataclass(frozen=True)
@@ -81,70 +83,68 @@ class Provider:
 
     Attributes:
         name: name in rows.
-        cases: names of the cases that it computes; None means all.
-        if_named: cases that it computes only if the command line names the provider.
+        cases: names of the cases that it computes.
         backend: backend of this library's operators.
-        algorithm: algorithm of the selected branch, see :func:`nsa.selected_attention`.
+        call: another implementation of the case, see :class:`nsa.bench.cases.Case`.
         variant: changed fields of the pattern.
         attend: factory of a PyTorch attention over ``[B, H, S, D]``; whole attention is then dense
             over q, k_slc, v_slc. None means this library.
-        kernels: parts of the names of its kernels, forward and backward, one kernel for each part;
-            None means the kernels of the case.
+        consume: preparation from block indices, and attention over ``[B, S, H, D]`` with its
+            result, see :mod:`nsa.bench.consumers`.
+        kernels: parts of the names of PyTorch's kernels, forward and backward, one kernel for each
+            part; None means the kernels of this library.
     """
 
     name: str
-    cases: tuple[str, ...] | None = None
-    if_named: tuple[str, ...] = ()
+    cases: Sequence[str] = tuple(CASES)
     backend: str = "triton"
-    algorithm: str = "auto"
+    call: Call | None = None
     variant: Mapping[str, Any] = field(default_factory=dict)
     attend: Callable[[Problem], Callable[..., Tensor]] | None = None
+    consume: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
     kernels: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
-    def computes(self, case: Case, named: bool) -> bool:
-        """Whether a case is measured; ``named`` if the command line names providers."""
-        known = self.cases is None or case.name in self.cases
-        return known and (named or case.name not in self.if_named)
-
-    def work(self, problem: Problem) -> Work:
+    def work(self, problem: Problem, mode: str) -> Work:
         """Prepare a problem; the leaves are its inputs, without a copy.
 
         Raises:
             UnsupportedError: the provider needs a GPU.
         """
-        case, tensors = problem.case, problem.tensors
-        on_gpu = problem.point.device.type == "cuda"
+        case, tensors, config = problem.case, problem.tensors, problem.point.config
+        names = case.inputs
         if self.attend is not None:
-            if not on_gpu:
-                raise UnsupportedError("it needs a CUDA GPU")
             branch = "win" if case.name == "attention.window" else "slc"
-            leaves = _leaves(tensors, ("q", f"k_{branch}", f"v_{branch}"))
-            q, k, v = (x.transpose(1, 2) for x in leaves.values())
-            attend = self.attend(problem)
-            forward = lambda: (attend(q, k, v).transpose(1, 2),)  # noqa: E731
-            return Work(forward, leaves, (tensors["dout"],))
-        if self.backend == "triton" and not on_gpu and not kernels_run_on_cpu():
-            raise UnsupportedError("the Triton kernels need a CUDA GPU")
-        call = case.call if self.algorithm == "auto" else selected_by(self.algorithm)
-        leaves = _leaves(tensors, case.inputs)
-        douts = tuple(tensors[f"d{name}"] for name in case.outputs) if case.inputs else ()
-        given = ({**tensors, **leaves}, problem.config, self.backend)
-        return Work(partial(call, *given), leaves, douts)
+            names = ("q", f"k_{branch}", f"v_{branch}")
+        # FlexAttention on a CPU refuses inputs with gradients.
+        needs_grad = mode == "fwd_bwd"
+        inputs = {name: tensors[name].detach().requires_grad_(needs_grad) for name in names}
+        leaves, dout = inputs if needs_grad else {}, tensors["dout"]
+        if self.consume is not None:
+            torch.compiler.reset()  # compile each point separately, with static shapes
+            make = partial(self.consume[0], tensors["block_indices"], config)
+            attend = partial(self.consume[1], *inputs.values(), config)
+            return Work(lambda: attend(make()), leaves, dout, make, attend)
+        compiles = self.attend is None and kernels_run_on_cpu()
+        on_gpu = problem.point.device.type == "cuda"
+        if not (on_gpu or compiles or self.backend == "reference"):
+            raise UnsupportedError("it needs a CUDA GPU")
+        if self.attend is not None:
+            q, k, v = (x.transpose(1, 2) for x in inputs.values())
+            dense = self.attend(problem)
+            return Work(lambda: dense(q, k, v).transpose(1, 2), leaves, dout)
+        call = partial(self.call or case.call, {**tensors, **inputs}, config, self.backend)
+        return Work(call, leaves, dout)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Reason why the profiled kernels are not the provider's, or None."""
+        if self.kernels is not None:
+            return missing_kernel(kernels, self.kernels, mode)
         ours = own(kernels)
-        if self.attend is not None:
-            return missing_kernel(kernels, self.kernels or ((), ()), mode)
         if self.backend == "reference":
             return f"{ours[0]} of this library ran in the reference" if ours else None
         foreign = [name for name in kernels if name not in ours and _FOREIGN.search(name)]
         said = f"{foreign[0]} ran, which is not of this library" if foreign else None
         return missing_kernel(ours, case.kernels, mode) or said
-
-
-def _leaves(tensors: Tensors, names: Iterable[str]) -> Tensors:
-    return {name: tensors[name].detach().requires_grad_() for name in names}
 
 
 def missing_kernel(
@@ -164,8 +164,7 @@ def own_kernels() -> Mapping[str, Any]:
     from triton.runtime.jit import KernelInterface
 
     names = (module.name for module in pkgutil.walk_packages(nsa.ops.__path__, "nsa.ops."))
-    modules = map(importlib.import_module, names)
-    found = [value for module in modules for value in vars(module).values()]
+    found = (value for name in names for value in vars(importlib.import_module(name)).values())
     kernels = {each.__name__: each for each in found if isinstance(each, KernelInterface)}
     return {name: each for name, each in kernels.items() if name.endswith("_kernel")}
 
@@ -175,17 +174,17 @@ def own(kernels: Iterable[str]) -> list[str]:
     return [name for name in kernels if "".join(name.partition("_kernel")[:2]) in own_kernels()]
 
 
-def dense_attention(backend: SDPBackend) -> Callable[..., Tensor]:
+def dense_attention(backend: SDPBackend) -> Callable[[Problem], Callable[..., Tensor]]:
     """Causal grouped-query ``scaled_dot_product_attention`` with one backend."""
     attend: Callable[..., Tensor] = sdpa_kernel(backend)(scaled_dot_product_attention)
-    return partial(attend, is_causal=True, enable_gqa=True)
+    return lambda problem: partial(attend, is_causal=True, enable_gqa=True)
 
 
 def flex_attention(problem: Problem) -> Callable[..., Tensor]:
     """Compiled FlexAttention: the window, or dense causal attention for whole attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    windowed, size = problem.case.name == "attention.window", problem.config.window_size
+    windowed, size = "window" in problem.case.name, problem.point.config.window_size
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         causal = key <= row
@@ -198,20 +197,20 @@ def flex_attention(problem: Problem) -> Callable[..., Tensor]:
     return partial(compiled, block_mask=mask, enable_gqa=True)
 
 
-_CUDNN = dense_attention(SDPBackend.CUDNN_ATTENTION)
-_FA2 = dense_attention(SDPBackend.FLASH_ATTENTION)
+_CUDNN, _FA2 = map(dense_attention, (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
 _WHOLE, _SELECTED, _TEMPLATE = ("attention",), ("attention.selected",), ("triton_tem",)
 _FLEX: dict[str, Any] = {"attend": flex_attention, "kernels": (_TEMPLATE, _TEMPLATE)}
 _PROVIDERS = (
     Provider("nsa"),
-    Provider("dense-cudnn", _WHOLE, attend=lambda _: _CUDNN, kernels=(("cudnn",), ())),
-    Provider("dense-fa2", _WHOLE, attend=lambda _: _FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
-    Provider("flex", (*_WHOLE, "attention.window"), _WHOLE, **_FLEX),
-    Provider("tiled", _SELECTED, _SELECTED, algorithm="tiled"),
-    Provider("gathered", _SELECTED, _SELECTED, algorithm="gathered"),
+    Provider("dense-cudnn", _WHOLE, attend=_CUDNN, kernels=(("cudnn",), ())),
+    Provider("dense-fa2", _WHOLE, attend=_FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
+    Provider("flex", (*_WHOLE, "attention.window"), **_FLEX),
     Provider("reference", backend="reference"),
+    Provider("tiled", _SELECTED, call=selected_by("tiled")),
+    Provider("gathered", _SELECTED, call=selected_by("gathered")),
 )
 PROVIDERS = {each.name: each for each in _PROVIDERS}
+DEFAULT = [*PROVIDERS][:5]
 
 
 # --- Variants
@@ -244,121 +243,92 @@ def parse_variant(text: str) -> Provider:
     for key in settings:
         hint = nearest_hint(nearest(key, known))
         check(key in known, WHERE, "--variant", "set a field of the pattern", repr(key), hint)
-    changes = {key: yaml.safe_load(value) for key, value in settings.items()}
-    return Provider(name, variant=changes)
+    return Provider(name, variant={key: yaml.safe_load(text) for key, text in settings.items()})
 
 
 # --- The benchmark
+def check_machine(providers: Sequence[Provider], points: Sequence[Point]) -> None:
+    """Fail for too short sequences, or providers other than the reference without a GPU."""
+    # With fewer keys most gradients cancel, and the budget has no meaningful baseline.
+    shortest, rule = min(point.seq_len for point in points), f"be at least {MIN_LENGTH}"
+    check(shortest >= MIN_LENGTH, WHERE, "--seqs", rule, shortest)
+    alone = all(each.backend == "reference" for each in providers)
+    fits = points[0].device.type == "cuda" or alone or kernels_run_on_cpu()
+    hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"
+    rule = f"have a CUDA GPU for {', '.join(each.name for each in providers)}"
+    check(fits, WHERE, "this machine", rule, "none", hint)
+
+
 def bench_attention(
-    shape: Shape,
-    seqs: Sequence[int],
-    device: torch.device,
-    *,
-    tokens: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    choices: Sequence[str] = ("random",),
-    recorded: Path | None = None,
+    results: Results,
+    points: Sequence[Point],
+    providers: Sequence[Provider],
     cases: Sequence[str] = tuple(CASES),
-    providers: Sequence[str] | None = None,
-    variants: Sequence[str] = (),
+    *,
     recall: bool = False,
-    out: Path | None = None,
-    commit: str | None = None,
-) -> bool:
+) -> None:
     """Measure, print and write rows.
 
     Args:
-        shape: heads and their sizes.
-        seqs: lengths S.
-        device: the measured device.
-        tokens: total tokens of all sequences; None means the shape's.
-        dtype: dtype of the inputs.
-        choices: keys of ``CHOICES``, or ``RECORDED``.
-        recorded: file from ``nsa inspect --record``, for choice ``RECORDED``.
+        results: receives the rows.
+        points: measured shapes, lengths and selections.
+        providers: measured implementations; those that do not compute a case are left out.
         cases: names of cases.
-        providers: names of providers; None means the default ones.
-        variants: ``NAME:KEY=VALUE,...``, measured in addition.
         recall: measure the recall of the exact selection; always measured if the selection is
             approximate.
-        out: JSONL file to append to; None prints the rows only.
-        commit: recorded if the checkout has no git.
-
-    Returns:
-        Whether every measured row is correct.
-
-    Raises:
-        ValueError: an argument is not valid, or this machine has no GPU.
     """
-    # With fewer keys most gradients cancel, and the budget has no meaningful baseline.
-    rule = f"be at least {MIN_LENGTH}"
-    check(min(seqs) >= MIN_LENGTH, WHERE, "--seqs", rule, min(seqs))
-    if RECORDED in choices:
-        selected = _SELECTED[0]
-        check(recorded is not None, WHERE, "--recorded", "be given for that choice", None)
-        rule = f"be {selected} for recorded selections, which scores do not give"
-        check([*cases] == [selected], WHERE, "--case", rule, [*cases])
-    chosen, results = _chosen(providers, variants, device), Results(out, device, commit)
-    for choice, seq_len in itertools.product(choices, seqs):
-        point = Point(
-            shape, seq_len, batch_of(shape, seq_len, tokens), choice, dtype, device, recorded
-        )
-        base = make_tensors(point, shape.config())
-        for case in (CASES[name] for name in cases):
-            gate: Gate | None = None
-            for provider in chosen:
-                if not provider.computes(case, providers is not None):
-                    continue
-                config = shape.config(dict(provider.variant))
-                if gate is None or gate.problem.config != config:
-                    gate = None  # frees memory before the next pattern
-                    backend = "triton" if device.type == "cuda" else "reference"
-                    gate = Gate(prepare(case, base, point, config, backend))
-                named = {"case": case.name, "provider": provider.name, **point.fields()}
-                for mode in case.modes:
-                    make = partial(_subject, provider, gate, mode, recall)
-                    found = measure(make, device, is_ours=provider.attend is None)
-                    changes = dict(provider.variant) or None
-                    results.add(**named, mode=mode, variant=changes, **found)
-    return results.finish()
+    for point in points:
+        base = make_tensors(point)
+        for name in cases:
+            _measure(results, CASES[name], point, base, providers, recall)
 
 
-def _chosen(
-    names: Sequence[str] | None, variants: Sequence[str], device: torch.device
-) -> list[Provider]:
-    """Named or default providers, and variants."""
-    found = [parse_variant(text) for text in variants]
-    if names is None:
-        names = [name for name, each in PROVIDERS.items() if each.cases != each.if_named]
-    chosen = [*(PROVIDERS[name] for name in names), *found]
-    only_reference = all(each.backend == "reference" for each in chosen)
-    hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"
-    rule = f"have a CUDA GPU for {', '.join(each.name for each in chosen)}"
-    fits = device.type == "cuda" or only_reference or kernels_run_on_cpu()
-    check(fits, WHERE, "this machine", rule, "none", hint)
-    return chosen
+def _measure(
+    results: Results,
+    case: Case,
+    point: Point,
+    base: Tensors,
+    providers: Sequence[Provider],
+    recall: bool,
+) -> None:
+    """Measure the providers that compute a case."""
+    gate: Gate | None = None
+    for provider in (each for each in providers if case.name in each.cases):
+        changed = replace(point, config=replace(point.config, **provider.variant))
+        if gate is None or gate.problem.point != changed:
+            gate = None  # frees memory before the next pattern
+            backend = "triton" if point.device.type == "cuda" else "reference"
+            gate = Gate(prepare(case, base, changed, backend))
+        row = {"case": case.name, **point.fields(), "provider": provider.name}
+        row["variant"] = dict(provider.variant) or None
+        for mode in case.modes:
+            make = partial(_subject, provider, gate, mode, recall)
+            found = measure(make, point.device, is_ours=provider.kernels is None)
+            results.add(**row, mode=mode, **found)
 
 
 def _subject(provider: Provider, gate: Gate, mode: str, recall: bool) -> Subject:
     """Prepare the call of a provider and its checks."""
-    problem = gate.problem
-    work, case = provider.work(problem), problem.case
+    problem, work = gate.problem, provider.work(gate.problem, mode)
+    case, point = problem.case, problem.point
     dense = case.name == "attention" and provider.attend is not None
-    call = partial(work.run, mode)
+    flops = partial(useful_flops, problem, mode, dense=dense)
 
-    def check() -> Verdict:
-        named = problem.named(call(), work.leaves)
-        return gate.check(named, dense=dense, backend=provider.backend)
-
-    def extra() -> dict[str, Any]:
-        approximate = recall or approximates(problem.config)
-        is_selection = case.name == "attention.choice" and approximate
-        return {"recall": gate.recall(call()[0])} if is_selection else {}
+    def extra() -> Fields:
+        if case.name == "attention.choice" and (recall or approximates(point.config)):
+            return {"recall": gate.recall(work.run()["out"])}
+        if work.make is None or work.attend is None:
+            return {}
+        attend = replace(work, forward=partial(work.attend, work.make()))
+        each = {"make": work.make, "attention": attend.run}
+        times = {stage: time_call(call, point.device).ms_p50 for stage, call in each.items()}
+        return {"stages_ms": {stage: round(ms, 5) for stage, ms in times.items()}}
 
     return Subject(
-        call,
-        check,
+        work.run,
+        lambda: gate.check(work.run(), dense=dense, backend=provider.backend),
         partial(provider.fault, case=case, mode=mode),
-        partial(useful_work, problem, backward=mode == "fwd_bwd", dense=dense),
+        lambda: {"flops": flops(), "tokens": point.tokens} if work.make else {"flops": flops()},
         capture=provider.backend != "reference",
         extra=extra,
     )

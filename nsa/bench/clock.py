@@ -7,10 +7,10 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,37 +22,37 @@ MIN_SAMPLE_MS = 0.3
 MAX_CALLS = 32
 _NAME_LENGTH = 120
 
+Fields = dict[str, Any]  # fields of a row
 
-@dataclass(frozen=True)
-class Timing:
+
+class Timing(NamedTuple):
     """Times of one call.
 
     Attributes:
-        p50, p20, p80, mean: median, percentiles and mean of the samples, ms per call.
+        ms_p50, ms_p20, ms_p80: median and percentiles of the samples, ms per call.
         samples: number of samples.
-        method: ``cuda graph``, ``launches`` (with the reason if there is no graph) or ``cpu``. The
+        timing: ``cuda graph``, ``launches`` (with the reason if there is no graph) or ``cpu``. The
             L2 cache is not flushed.
+        mean: mean of the samples, ms per call.
     """
 
-    p50: float
-    p20: float
-    p80: float
-    mean: float
+    ms_p50: float
+    ms_p20: float
+    ms_p80: float
     samples: int
-    method: str
+    timing: str
+    mean: float
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Fields:
         """Return the fields of a row."""
-        times = {f"ms_{name}": getattr(self, name) for name in ("p50", "p20", "p80")}
-        return {**times, "timing": self.method, "samples": self.samples}
+        return {name: value for name, value in self._asdict().items() if name != "mean"}
 
 
 def percentiles(samples_ms: Sequence[float], calls: int, method: str) -> Timing:
     """Summarize samples of ``calls`` calls each."""
     each = sorted(sample / calls for sample in samples_ms)
     p20, p80 = (each[round(q * (len(each) - 1))] for q in (0.2, 0.8))
-    mean = statistics.fmean(each)
-    return Timing(statistics.median(each), p20, p80, mean, len(each), method)
+    return Timing(statistics.median(each), p20, p80, len(each), method, statistics.fmean(each))
 
 
 def time_call(
@@ -67,42 +67,37 @@ def time_call(
     be captured is launched directly. ``capture=False`` disables graphs: a graph has its own memory,
     which is never freed after an out-of-memory error.
     """
-    budget_ms = BUDGET_MS if budget_ms is None else budget_ms
-    if device.type != "cuda":
-        once = samples_ms(call, device, 2)[-1]
-        count = max(3, min(MAX_SAMPLES, round(budget_ms / max(once, 1e-3))))
-        return percentiles(samples_ms(call, device, count), 1, "cpu")
-    for _ in range(WARM_UP_CALLS):
+    budget_ms, on_gpu = BUDGET_MS if budget_ms is None else budget_ms, device.type == "cuda"
+    for _ in range(WARM_UP_CALLS if on_gpu else 0):
         call()
-    once = samples_ms(call, device, 2)[-1]
-    calls = max(1, min(MAX_CALLS, round(MIN_SAMPLE_MS / max(once, 1e-3))))
-    samples = max(MIN_SAMPLES, min(MAX_SAMPLES, round(budget_ms / max(once * calls, 1e-3))))
-    if not capture:
-        return percentiles(samples_ms(call, device, samples), 1, "launches")
-    graph, reason = None, ""
-    for _ in range(2):  # the first capture of cuDNN's backward in a process fails
+    once = max(samples_ms(call, device, 2)[-1], 1e-3)
+    calls = max(1, min(MAX_CALLS, round(MIN_SAMPLE_MS / once))) if on_gpu else 1
+    fewest = MIN_SAMPLES if on_gpu else 3
+    samples = max(fewest, min(MAX_SAMPLES, round(budget_ms / (once * calls))))
+    method = "launches" if on_gpu else "cpu"
+    # The first capture of cuDNN's backward pass in a process fails.
+    for _ in range(2 if on_gpu and capture else 0):
         try:
             graph = _capture(call, calls)
-            break
         except RuntimeError as error:  # raised at the end of the capture, after its cause
-            reason = str(error.__context__ or error).partition("\n")[0]
+            cause = str(error.__context__ or error).partition("\n")[0]
+            method = f"launches: no graph, {cause}"
+        else:
+            graph.replay()
+            timing = percentiles(samples_ms(graph.replay, device, samples), calls, "cuda graph")
+            graph.reset()
+            return timing
         synchronize(device)  # outside the handler: the error refers to the captured tensors
-    if graph is None:
-        times = samples_ms(call, device, samples)
-        return percentiles(times, 1, f"launches: no graph, {reason}")
-    graph.replay()
-    timing = percentiles(samples_ms(graph.replay, device, samples), calls, "cuda graph")
-    graph.reset()
-    return timing
+    return percentiles(samples_ms(call, device, samples), 1, method)
 
 
 def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """Capture ``calls`` calls; a call on a side stream first makes all lazy allocations."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    """Capture ``calls`` calls; a call on another stream first makes all lazy allocations."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         call()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -113,19 +108,27 @@ def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 
 def samples_ms(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
     """Time ``count`` calls, ms each: with CUDA events, or on a CPU with the clock."""
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(count):
-            call()
-            marks.append(time.perf_counter())
-        return [1000 * (end - start) for start, end in pairwise(marks)]
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
-        start.record()
+    marks = [time_mark(device)]
+    for _ in range(count):
         call()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
+        marks.append(time_mark(device))
+    return elapsed_ms(marks, device)
+
+
+def time_mark(device: torch.device) -> Any:
+    """Return the time as a recorded CUDA event, or on a CPU in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(marks: Sequence[Any], device: torch.device) -> list[float]:
+    """Milliseconds between consecutive time marks; waits for a GPU."""
+    synchronize(device)
+    on_gpu = device.type == "cuda"
+    return [a.elapsed_time(b) if on_gpu else 1000 * (b - a) for a, b in pairwise(marks)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -162,7 +165,7 @@ def profiler() -> Any:
     return profile(activities=[ProfilerActivity.CUDA])
 
 
-def profiled(call: Callable[[], object], device: torch.device) -> dict[str, Any]:
+def profiled(call: Callable[[], object], device: torch.device) -> Fields:
     """Row fields of the kernels, copies and fills of a warmed-up call; empty on a CPU."""
     if device.type != "cuda":
         return {}
@@ -172,10 +175,8 @@ def profiled(call: Callable[[], object], device: torch.device) -> dict[str, Any]
         call()
         synchronize(device)
     events = gpu_events(trace)
-    kernel_us = kernel_sums(trace)
     gpu_ms = sum(float(event.time_range.elapsed_us()) for event in events) / 1000
-    found = {"launches": len(events), "gpu_ms": gpu_ms}
-    return {**found, "kernel_us": kernel_us, "kernels": [*kernel_us]}
+    return {"launches": len(events), "gpu_ms": gpu_ms, **kernel_fields(trace)}
 
 
 def gpu_events(trace: Any) -> list[Any]:
@@ -183,14 +184,15 @@ def gpu_events(trace: Any) -> list[Any]:
     return [event for event in trace.events() or () if event.device_type.name == "CUDA"]
 
 
-def kernel_sums(trace: Any) -> dict[str, float]:
-    """Total microseconds of each kernel in a profile."""
+def kernel_fields(trace: Any, calls: int = 1) -> Fields:
+    """Row fields of the kernels in a profile of ``calls`` calls: names, and microseconds a call."""
     times: dict[str, float] = {}
     for event in gpu_events(trace):
         if not event.name.startswith(("Memcpy", "Memset")):
             name = short_name(event.name)
             times[name] = times.get(name, 0.0) + float(event.time_range.elapsed_us())
-    return {name: round(times[name], 2) for name in sorted(times)}
+    kernel_us = {name: round(times[name] / calls, 2) for name in sorted(times)}
+    return {"kernel_us": kernel_us, "kernels": [*kernel_us]}
 
 
 def short_name(kernel: str) -> str:
@@ -204,30 +206,31 @@ class UnsupportedError(RuntimeError):
     """A provider cannot compute a case on this machine; the message is the reason."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Outcome of a correctness gate.
+def verdict(
+    correct: bool | None, errors: dict[str, float] | None = None, note: str | None = None
+) -> Fields:
+    """Return the fields of a row about correctness.
 
-    Attributes:
+    Args:
         correct: None if nothing ran.
         errors: ``||x - oracle|| / ||oracle||`` over the compared rows, by result.
         note: the error, or the reason why nothing ran.
     """
-
-    correct: bool | None
-    errors: dict[str, float]
-    note: str | None = None
+    rounded = {name: float(f"{error:.3g}") for name, error in (errors or {}).items()}
+    return {"correct": correct, "errors": rounded, "note": note}
 
 
-def judge(compare: Callable[[dict[str, float]], None]) -> Verdict:
-    """Run a comparison that adds errors to a dict and raises AssertionError at a large one."""
-    errors, note = dict[str, float](), None
+def judge(compare: Callable[[], dict[str, float]]) -> Fields:
+    """Run a comparison that returns errors by result, or raises AssertionError at a large one."""
     try:
-        compare(errors)
+        return verdict(True, compare())
     except AssertionError as error:
-        note = str(error)
-    rounded = {name: float(f"{error:.3g}") for name, error in errors.items()}
-    return Verdict(note is None, rounded, note)
+        return verdict(False, note=str(error))
+
+
+def not_run(reason: str) -> Fields:
+    """Fields of a row without a time, with the reason."""
+    return verdict(None, note=f"not run: {reason}")
 
 
 @dataclass(frozen=True)
@@ -236,26 +239,24 @@ class Subject:
 
     Attributes:
         call: the call.
-        check: compares its result with fp64.
+        check: compares its result with fp64 and returns a :func:`verdict`.
         fault: returns the reason why the profiled kernels are not the provider's, or None.
-        work: useful ``flops``, moved ``bytes``, counted bytes ``read``, or ``tokens`` per call.
+        work: useful ``flops``, counted bytes ``read``, or ``tokens`` per call.
         time: times the call; None means :func:`time_call`.
         capture: see :func:`time_call`.
         extra: additional fields of the row.
     """
 
     call: Callable[[], Any]
-    check: Callable[[], Verdict]
+    check: Callable[[], Fields]
     fault: Callable[[Sequence[str]], str | None] = lambda kernels: None
     work: Callable[[], dict[str, int]] = dict
     time: Callable[[], Timing] | None = None
     capture: bool = True
-    extra: Callable[[], dict[str, Any]] = dict
+    extra: Callable[[], Fields] = dict
 
 
-def measure(
-    make: Callable[[], Subject], device: torch.device, *, is_ours: bool = True
-) -> dict[str, Any]:
+def measure(make: Callable[[], Subject], device: torch.device, *, is_ours: bool = True) -> Fields:
     """Return the fields of a row: the gate, then time, kernels and memory of the same call.
 
     Args:
@@ -266,23 +267,18 @@ def measure(
     release_memory(device)
     try:
         subject = make()
-        found = asdict(subject.check())
+        found = subject.check()
         if not found["correct"]:
             return found
-        timing = (
-            subject.time or (lambda: time_call(subject.call, device, None, subject.capture))
-        )()
-        found |= profiled(subject.call, device)
-        fault = subject.fault(found["kernels"]) if judges_kernels(device) else None
+        usual = lambda: time_call(subject.call, device, None, subject.capture)  # noqa: E731
+        timing = (subject.time or usual)()
+        found = {**found, **profiled(subject.call, device)}
+        fault = subject.fault(found["kernels"]) if "kernels" in found else None
         if fault is not None:
             return {**found, "correct": False, "note": fault}
         found["peak_mib"] = peak_mib(subject.call, device)
-        return {
-            **found,
-            **timing.fields(),
-            **_rates(subject.work(), timing, device),
-            **subject.extra(),
-        }
+        rates = _rates(subject.work(), timing, device)
+        return {**found, **timing.fields(), **rates, **subject.extra()}
     except refusals() as error:
         if isinstance(error, torch.OutOfMemoryError):
             return not_run("out of GPU memory")
@@ -291,16 +287,14 @@ def measure(
         return not_run((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _rates(work: dict[str, int], timing: Timing, device: torch.device) -> dict[str, Any]:
+def _rates(work: dict[str, int], timing: Timing, device: torch.device) -> Fields:
     """Row fields for the work per second."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     if "flops" in work:
-        found["tflops_useful"] = work["flops"] / timing.p50 / 1e9
-    if "bytes" in work or "read" in work:
-        found["tbps_useful"] = work.get("bytes", work.get("read", 0)) / timing.p50 / 1e9
+        found["tflops_useful"] = work["flops"] / timing.ms_p50 / 1e9
     if "read" in work:
-        copied = copy_tbps(device)
-        found |= {"mib_read": work["read"] / 2**20, "of_copy": found["tbps_useful"] / copied}
+        tbps, copied = work["read"] / timing.ms_p50 / 1e9, copy_tbps(device)
+        found |= {"mib_read": work["read"] / 2**20, "tbps_useful": tbps, "of_copy": tbps / copied}
         found["settings"] = {"copy_tbps": round(copied, 3)}
     if "tokens" in work:
         found["tokens_per_s"] = 1000 * work["tokens"] / timing.mean
@@ -312,7 +306,7 @@ def copy_tbps(device: torch.device) -> float:
     """Bandwidth of copying a large tensor, bytes read and written, TB/s."""
     size = 2**30 if device.type == "cuda" else 2**24
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / time_call(lambda: target.copy_(source), device, 100.0).p50 / 1e9
+    return 2 * size / time_call(lambda: target.copy_(source), device, 100.0).ms_p50 / 1e9
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -320,13 +314,3 @@ def refusals() -> tuple[type[Exception], ...]:
     from triton.errors import TritonError
 
     return RuntimeError, TritonError
-
-
-def not_run(reason: str) -> dict[str, Any]:
-    """Fields of a row without a time, with the reason."""
-    return asdict(Verdict(None, {}, f"not run: {reason}"))
-
-
-def judges_kernels(device: torch.device) -> bool:
-    """Whether the profiler records kernels, as it does on a GPU."""
-    return device.type == "cuda"

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from nsa.bench.attention import Work
-from nsa.bench.cases import CASES, MODES, Point, Shape, batch_of, make_tensors, prepare
-from nsa.bench.clock import Subject, measure, time_call
-from nsa.bench.gate import Gate
-from nsa.bench.table import Results
+from nsa.bench.attention import Provider
 from nsa.config import NSAConfig
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import blocks_to_ranges
 
 TILE = 128  # queries and keys of a FlexAttention block
 QUERIES = 32_768  # per SDPA call: two CUDA grid dimensions are limited to 65,535
+
+
+def attend_indices(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, made: Tensor) -> Tensor:
+    """Attend with this library's selected branch."""
+    return selected_attention(q, k, v, made, config)[0]
 
 
 def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
@@ -35,9 +34,9 @@ def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
 
     length, size, group = ids.shape[1], config.block_size, config.group_size
     tiles, wide = -(-length // TILE), TILE // size
-    places = torch.where(ids >= 0, ids, tiles * wide).long().transpose(1, 2)
-    chosen = places.new_zeros(*places.shape[:3], tiles * wide + 1, dtype=torch.bool)
-    chosen = chosen.scatter_(-1, places, value=True)[..., :-1]
+    blocks = torch.where(ids >= 0, ids, tiles * wide).long().transpose(1, 2)
+    chosen = blocks.new_zeros(*blocks.shape[:3], tiles * wide + 1, dtype=torch.bool)
+    chosen = chosen.scatter_(-1, blocks, value=True)[..., :-1]
     merged = blocks_to_ranges(ids, config) if by == "ranges" else ids
 
     def looked_up(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
     def in_ranges(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         inside = row < 0
         for i in range(merged.shape[3]):
-            begin, end = (merged[batch, row, head // group, i, side] for side in (0, 1))
+            begin, end = (merged[batch, row, head // group, i, j] for j in (0, 1))
             inside = inside | ((key >= begin) & (key < end))
         return inside
 
@@ -58,7 +57,7 @@ def block_mask(ids: Tensor, config: NSAConfig, by: str) -> Any:
     return BlockMask.from_kv_blocks(number, order, mask_mod=rule, **sizes)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, made: Any) -> Tensor:
     """Attend with FlexAttention, compiled on a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -79,7 +78,7 @@ def gathered_rows(ids: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     return rows.flatten(0, 1), seen.view(batch * length, heads, 1, -1)
 
 
-def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfig) -> Tensor:
+def attend_gathered(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, made: Any) -> Tensor:
     """Copy the selected keys and values of every query, and attend with SDPA."""
     size, (batch, length, heads) = config.block_size, k.shape[:3]
     missing = -length % size
@@ -96,59 +95,12 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, made: Any, config: NSAConfi
     return torch.cat(out).view(*q.shape[:3], -1)
 
 
-# Preparation from block indices, and attention, by consumer.
-CONSUMERS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
-    "indices": (lambda ids, config: ids, lambda *given: selected_attention(*given)[0]),
-    "mask": (partial(block_mask, by="mask"), attend_flex),
-    "ranges": (partial(block_mask, by="ranges"), attend_flex),
-    "gather": (gathered_rows, attend_gathered),
-}
-
-
-def bench_consumers(
-    shape: Shape,
-    seqs: Sequence[int],
-    device: torch.device,
-    *,
-    tokens: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    choices: Sequence[str] = ("random",),
-    out: Path | None = None,
-    commit: str | None = None,
-) -> bool:
-    """Measure, print and write rows; return whether every measured row is correct."""
-    case, config = CASES["attention.selected"], shape.config()
-    results = Results(out, device, commit)
-    for choice, seq_len in product(choices, seqs):
-        point = Point(shape, seq_len, batch_of(shape, seq_len, tokens), choice, dtype, device)
-        gate = Gate(prepare(case, make_tensors(point, config), point, config, "reference"))
-        for name, mode in product(CONSUMERS, MODES):
-            make = partial(_subject, name, mode, gate)
-            row = {"case": "consumers", "provider": name, "mode": mode, **point.fields()}
-            results.add(**row, **measure(make, device, is_ours=name == "indices"))
-    return results.finish()
-
-
-def _subject(name: str, mode: str, gate: Gate) -> Subject:
-    """Prepare a call that converts block indices for a consumer, and attends."""
-    problem, (make, attend) = gate.problem, CONSUMERS[name]
-    x, config, device = problem.tensors, problem.config, problem.point.device
-    torch.compiler.reset()  # compile each point separately, with static shapes
-    needs_grad = mode == "fwd_bwd"  # FlexAttention on a CPU has no backward pass
-    leaves = {leaf: x[leaf].detach().requires_grad_(needs_grad) for leaf in problem.case.inputs}
-    make = partial(make, x["block_indices"], config)
-    made = make()
-    whole = Work(lambda: (attend(*leaves.values(), make(), config),), leaves, (x["dout"],))
-    alone = Work(lambda: (attend(*leaves.values(), made, config),), leaves, (x["dout"],))
-
-    def stages() -> dict[str, Any]:
-        each = {"make": make, "attention": partial(alone.run, mode)}
-        times = {stage: time_call(call, device).p50 for stage, call in each.items()}
-        return {"stages_ms": {stage: round(ms, 5) for stage, ms in times.items()}}
-
-    return Subject(
-        partial(whole.run, mode),
-        lambda: gate.check(problem.named(whole.run(mode), leaves)),
-        work=lambda: {"tokens": problem.point.tokens},
-        extra=stages,
-    )
+_TEMPLATE = (("triton_tem",), ("triton_tem",))
+_SELECTED = ("attention.selected",)
+_MASK, _RANGES = ((partial(block_mask, by=by), attend_flex) for by in ("mask", "ranges"))
+CONSUMERS = [
+    Provider("nsa", _SELECTED, consume=(lambda ids, config: ids, attend_indices)),
+    Provider("mask", _SELECTED, consume=_MASK, kernels=_TEMPLATE),
+    Provider("ranges", _SELECTED, consume=_RANGES, kernels=_TEMPLATE),
+    Provider("gather", _SELECTED, consume=(gathered_rows, attend_gathered), kernels=((), ())),
+]

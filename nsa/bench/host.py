@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa.attention import native_sparse_attention
-from nsa.bench.cases import Shape
-from nsa.bench.clock import Subject, Timing, Verdict, measure, percentiles, synchronize
-from nsa.bench.gate import ModelGate, random_gradient
-from nsa.bench.table import Results
+from nsa.bench.clock import Fields, Subject, Timing, measure, percentiles, synchronize
+from nsa.bench.gate import judge_module, module_results, random_gradient
+from nsa.bench.report import Results
 from nsa.config import NSAConfig
 from nsa.extras import require
 from nsa.module import NativeSparseAttention
-from nsa.rope import Rope
 from nsa.train.execution.precision import autocast
 
-CASES = ("host.function", "host.module")
 PROVIDERS = ("nsa", "llama")
 # Options of torch.compile by mode; the other modes are eager.
 COMPILED: dict[str, dict[str, Any]] = {
@@ -32,42 +26,26 @@ COMPILED: dict[str, dict[str, Any]] = {
     "reduce_overhead": {"mode": "reduce-overhead"},
 }
 MODES = ("fwd", "fwd_bwd", *COMPILED)
-WEIGHTS = ("bfloat16", "float32")  # float32 runs under autocast to bfloat16
-WARM_UP_CALLS = 5
+DTYPE = torch.bfloat16
+WARM_UP_CALLS, CALLS = 5, 40
 # Allowed error as a multiple of the CPU's: for the worst of 12,288 rows in bfloat16, two correct
 # results differ by more than a factor of two.
 BUDGET = 3.0
 
 
-class Function(nn.Module):
-    """:func:`nsa.native_sparse_attention` with the default pattern."""
-
-    def __init__(self, config: NSAConfig) -> None:
-        super().__init__()
-        self.config, self.rope = config, Rope.from_config(config)
-
-    def inputs(self, tokens: int, width: int) -> list[Tensor]:
-        """Draw q, k and v of each branch, and gates, in fp32 on the CPU."""
-        config = self.config
-        keys, values = ((config.num_kv_heads, n) for n in (config.head_dim, config.value_dim))
-        sizes = [(config.num_heads, config.head_dim), *[keys, values] * 3]
-        gates = torch.rand(1, tokens, config.num_heads, 3)
-        return [*(torch.randn(1, tokens, *size) for size in sizes), gates]
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Attend."""
-        backend = "reference" if inputs[0].dtype == torch.float64 else "auto"
-        call: Callable[..., Tensor] = native_sparse_attention
-        return call(*inputs, None, self.config, rope=self.rope, backend=backend)
-
-
 class Llama(nn.Module):
-    """Llama's attention by SDPA; cosines and sines are computed once, as a model does."""
+    """Llama's attention by SDPA; cosines and sines of a length are computed once, as a model does.
+
+    Args:
+        shape: heads.
+        width: size of the input.
+        tokens: maximum length.
+    """
 
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, shape: NSAConfig, width: int) -> None:
+    def __init__(self, shape: NSAConfig, width: int, tokens: int) -> None:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
@@ -81,124 +59,89 @@ class Llama(nn.Module):
                 "head_dim": shape.head_dim,
             }
         )
-        self.attention, self.rotary = LlamaAttention(config, 0), LlamaRotaryEmbedding(config)
-        self.register_buffer("cosines", torch.empty(0))
-        self.register_buffer("sines", torch.empty(0))
-
-    def inputs(self, tokens: int, width: int) -> list[Tensor]:
-        """Draw an input, and compute the cosines and sines of its length."""
-        like = self.attention.q_proj.weight
-        positions = torch.arange(tokens, device=like.device)[None]
-        self.cosines, self.sines = self.rotary(like, positions)
-        return [torch.randn(1, tokens, width)]
+        self.attention = LlamaAttention(config, 0)
+        rotary, positions = LlamaRotaryEmbedding(config), torch.arange(tokens)[None]
+        for name, x in zip(("cosines", "sines"), rotary(torch.empty(0), positions), strict=True):
+            self.register_buffer(name, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend."""
-        angles = (self.cosines, self.sines)
+        angles = (self.cosines[:, : x.shape[1]], self.sines[:, : x.shape[1]])
         out: Tensor = self.attention(x, position_embeddings=angles, attention_mask=None)[0]
         return out
 
 
-def _inputs(subject: nn.Module, tokens: int, width: int) -> list[Tensor]:
-    if isinstance(subject, Function | Llama):
-        return subject.inputs(tokens, width)
-    return [torch.randn(1, tokens, width)]
-
-
 def bench_host(
-    shape: Shape,
-    width: int,
+    results: Results,
+    shape: str,
+    config: NSAConfig,
     tokens: Sequence[int],
-    device: torch.device,
     *,
-    cases: Sequence[str] = CASES,
     providers: Sequence[str] = PROVIDERS,
     modes: Sequence[str] = MODES,
-    weights: Sequence[str] = WEIGHTS,
-    calls: int = 40,
-    out: Path | None = None,
-    commit: str | None = None,
-) -> bool:
-    """Measure, print and write rows.
+) -> None:
+    """Measure, print and write rows of a layer with bfloat16 weights.
 
     Args:
-        shape: heads.
-        width: size of the layer's input.
+        results: receives the rows.
+        shape: name of the heads in rows.
+        config: the heads; the layer's input has the size of all queries.
         tokens: sequence lengths, tokens.
-        device: the measured device.
-        cases: members of ``CASES``.
         providers: members of ``PROVIDERS``.
         modes: members of ``MODES``.
-        weights: members of ``WEIGHTS``.
-        calls: number of timed calls.
-        out: JSONL file to append to; None prints the rows only.
-        commit: recorded if the checkout has no git.
-
-    Returns:
-        Whether every result is correct.
 
     Raises:
         UsageError: transformers is requested but not installed.
     """
-    if "llama" in providers and "host.module" in cases:
+    if "llama" in providers:
         require("nsa bench host", "hf")
-    results = Results(out, device, commit)
-    kinds = [("host.function", "bfloat16", "nsa")]  # a function has no weights
-    kinds += itertools.product(("host.module",), weights, providers)
-    config = shape.config()
+    device, cpu = results.device, torch.device("cpu")
+    width = config.num_heads * config.head_dim
     # So short that every block is selected: otherwise rounding could decide between blocks with
     # nearly equal scores (`nsa bench attention` checks the selection).
     gate_tokens = config.num_selected_blocks * config.block_size
-    for case, name, provider in kinds:
-        if case not in cases:
-            continue
+    for provider in providers:
         torch.manual_seed(0)
-        layer: nn.Module = Function(config)
-        if case == "host.module":
-            is_ours = provider == "nsa"
-            layer = NativeSparseAttention(width, config) if is_ours else Llama(config, width)
-        dtype = getattr(torch, name)
-        compute_dtype = "bf16" if name == "float32" else "fp32"  # of autocast
-        inputs = [x.to(dtype) for x in _inputs(layer.to(dtype), gate_tokens, width)]
-        gate = ModelGate(layer, inputs, compute_dtype, torch.bfloat16, lambda _: "weights")
-        row = {"case": case, "provider": provider, "shape": shape.name, "dtype": name, "batch": 1}
+        layer: nn.Module = NativeSparseAttention(width, config)
+        if provider == "llama":
+            layer = Llama(config, width, max(gate_tokens, *tokens))
+        layer, x = layer.to(DTYPE), torch.randn(1, gate_tokens, width, dtype=DTYPE)
+        exact = deepcopy(layer).double()
+        plain = module_results(layer, layer, [x], autocast(cpu, "fp32"))
+        oracle = module_results(exact, exact, [x.double()], autocast(cpu, "fp32"))
         for mode in modes:
             torch.compiler.reset()  # each mode compiles the same code again
             copy = deepcopy(layer).to(device)
             run = torch.compile(copy, **COMPILED[mode]) if mode in COMPILED else copy
-            verdict = gate.check(copy, run, device, BUDGET)
+            found = module_results(copy, run, [x.to(device)], autocast(device, "fp32"))
+            checked = judge_module(found, plain, oracle, DTYPE, BUDGET)
             for length in tokens:
-                leaves = [x.to(device, dtype) for x in _inputs(copy, length, width)]
-                precision, backward = autocast(device, compute_dtype), mode != "fwd"
-                make = partial(_subject, copy, run, leaves, precision, backward, calls, verdict)
-                found = measure(make, device)
-                extra = {"mode": mode, "seq_len": length, "settings": {"width": width}}
-                results.add(**row, **extra, **found)
-    return results.finish()
+                inputs = torch.randn(1, length, width).to(device, DTYPE)
+                make = partial(_subject, copy, run, inputs, mode != "fwd", checked)
+                row: Fields = {"case": "host.module", "provider": provider, "shape": shape}
+                row |= {"dtype": "bfloat16", "mode": mode, "settings": {"width": width}}
+                results.add(**row, seq_len=length, batch=1, **measure(make, device))
 
 
 def _subject(
     layer: nn.Module,
     run: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    precision: torch.autocast,
+    x: Tensor,
     backward: bool,
-    calls: int,
-    verdict: Verdict,
+    checked: Fields,
 ) -> Subject:
     """Prepare a forward pass, or forward and backward, for :func:`host_times`."""
-    device, leaves = inputs[0].device, [x.requires_grad_(backward) for x in inputs]
-    with torch.no_grad(), precision:
-        gradient = random_gradient(layer(*leaves))
+    x.requires_grad_(backward)
+    with torch.no_grad():
+        gradient = random_gradient(layer(x))
 
     def forget() -> None:
-        for leaf in (*leaves, *layer.parameters()):
+        for leaf in (x, *layer.parameters()):
             leaf.grad = None
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
-            with precision:
-                out = run(*leaves)
+            out = run(x)
             if backward:
                 out.backward(gradient)
 
@@ -206,13 +149,12 @@ def _subject(
         forget()
         call()
 
-    return Subject(
-        profiled_call, lambda: verdict, time=partial(host_times, call, forget, device, calls)
-    )
+    timed = partial(host_times, call, forget, x.device)
+    return Subject(profiled_call, lambda: checked, time=timed)
 
 
 def host_times(
-    call: Callable[[], None], forget: Callable[[], None], device: torch.device, calls: int
+    call: Callable[[], None], forget: Callable[[], None], device: torch.device
 ) -> Timing:
     """Time a call on the CPU while the GPU is idle.
 
@@ -220,10 +162,9 @@ def host_times(
         call: the call.
         forget: called before each call, outside the measured time.
         device: the GPU, which is idle before each call.
-        calls: number of timed calls.
     """
     samples = []
-    for _ in range(WARM_UP_CALLS + calls):
+    for _ in range(WARM_UP_CALLS + CALLS):
         forget()
         synchronize(device)
         begin = time.perf_counter()

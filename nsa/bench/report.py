@@ -1,31 +1,55 @@
-"""``nsa bench report``: tables and plots from rows, and the regression guard."""
+"""``nsa bench report``: tables, plots and the regression guard; rows of a running benchmark."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nsa.bench.rows import (
     STEP_SETTINGS,
     UNMASKED,
-    Figures,
     Row,
-    figures,
+    RowIndex,
+    index_rows,
     is_dense,
     is_void,
     measured,
     newest_rows,
     of_dense,
+    of_one_gpu,
+    origin,
     outcomes,
+    ratio,
 )
-from nsa.bench.table import align, markdown, point, row_cells, table
 from nsa.errors import check
 from nsa.files import new_file, replace_text
 from nsa.ops._triton.tuning import table_name
 
+_KIND = ("case", "provider", "seq_len", "batch", "dtype", "choice", "mode")
+_MEASURED = (
+    "tokens_per_s",
+    "mfu",
+    "tflops_useful",
+    "tbps_useful",
+    "launches",
+    "gpu_ms",
+    "mib_read",
+    "of_copy",
+    "peak_mib",
+    "reserved_mib",
+    "communication_ms",
+    "exposed_ms",
+    "idle_ms",
+    "recall",
+    "loss_nats",
+)
 _DASHES = {"fwd": "--", "fwd_bwd": "-", "step": "-"}
-Value = Callable[[Row, Figures], float | None]
+Value = Callable[[Row, RowIndex], float | None]
 # Plots over length: file name, value, label.
 _PLOTS: Mapping[str, tuple[Value, str]] = {
     "time": (lambda row, by: row.ms_p50, "ms"),
@@ -36,6 +60,120 @@ _PLOTS: Mapping[str, tuple[Value, str]] = {
 _PLOTTED = ("attention", "train", "decode.attention", "decode.model")
 
 
+class Results:
+    """Rows of this process, printed and optionally appended to a JSONL file.
+
+    Args:
+        path: file to append to; None keeps the rows in memory.
+        device: the measured device.
+        commit: recorded if the checkout has no git.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device, commit: str | None = None) -> None:
+        self.device, self.rows = device, list[Row]()
+        self._path, self._origin = path, origin(device, commit)
+        here = self._origin
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()  # fails before the measurements, not after them
+        changes = " with changes" if here["dirty"] else ""
+        run = f"run {here['run_id']} on {here['gpu'] or device}, commit {here['commit']}{changes}"
+        print(run, flush=True)
+
+    def add(self, **values: Any) -> None:
+        """Store, write and print a row; floats are rounded to six digits."""
+        for name, value in values.items():
+            if isinstance(value, float):
+                values[name] = float(f"{value:.6g}")
+        row = Row(**{**self._origin, **values})
+        self.rows.append(row)
+        name = f"  {row.case:22} {row.provider:14} {row.mode:8} S {row.seq_len:,} x {row.batch}"
+        said = f"{_time(row)} ms, error {max(row.errors.values(), default=0.0):.2g}"
+        if row.ms_p50 is None:
+            said = f"{'WRONG: ' if row.correct is False else ''}{row.note}"
+        print(f"{name}: {said}", flush=True)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+
+    def finish(self) -> int:
+        """Print the table; return the exit code: 1 if a row is wrong."""
+        print("\n" + result_table(self.rows), flush=True)
+        return int(any(row.correct is False for row in self.rows))
+
+
+# --- Tables
+def result_table(rows: Sequence[Row]) -> str:
+    """Table of rows with a time, ratios and targets; then the reasons of rows without a time."""
+    by, timed = index_rows(rows), measured(rows)
+    lines = [markdown(table([cells(row, by) for row in timed]))] if timed else []
+    failed = [f"without a time: {point(row)}: {row.note}" for row in rows if row.note]
+    return "\n".join([*lines, *failed])
+
+
+def point(row: Row) -> str:
+    """Case, provider, shape, length and mode of a row."""
+    return f"{row.case}, {row.provider}, {row.shape}, {row.choice}, S {row.seq_len:,}, {row.mode}"
+
+
+def cells(row: Row, by: RowIndex) -> dict[str, str]:
+    """Cells of a row by column; empty if a column does not apply.
+
+    Args:
+        row: a row with a time.
+        by: rows that ratios are computed with.
+    """
+    of, several = of_dense(row, by), row.num_gpus > 1
+    ratios = {"time of dense": of, "MiB of dense": of_dense(row, by, "peak_mib")}
+    for name in ("nsa", "llama", UNMASKED):
+        is_other = name != row.provider
+        ratios[f"time of {name}"] = ratio(row, by, provider=name) if is_other else None
+    ratios["speed of one GPU"] = of_one_gpu(row, by) if several else None
+    texts = {name: "" if x is None else format(x, ".3g") for name, x in ratios.items()}
+    texts["time of dense"] += " void" * (of is not None and is_void(row, by))
+    settings = {"stages": row.stages_ms, "variant": row.variant, "changed": row.changed}
+    for name, values in settings.items():
+        texts[name] = ", ".join(f"{key} {value}" for key, value in (values or {}).items())
+    return {
+        **{name: _shown(getattr(row, name)) for name in _KIND},
+        "GPUs": str(row.num_gpus) * several,
+        "ms (p20 to p80)": _time(row),
+        **{name: _shown(getattr(row, name)) for name in _MEASURED},
+        **texts,
+        "target": "; ".join(text for text, _ in outcomes(row, by)),
+    }
+
+
+def _shown(value: Any) -> str:
+    """Text of a field: numbers with four digits, with all digits from 1,000."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return format(value, ".4g" if abs(value) < 1000 else ",.0f")
+
+
+def _time(row: Row) -> str:
+    spread = "" if row.ms_p20 is None else f" ({row.ms_p20:.4g} to {row.ms_p80:.4g})"
+    return f"{row.ms_p50:.4g}{spread}" if row.ms_p50 is not None else ""
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Header and rows, without columns that are empty in every row."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    return [tuple(names), *(tuple(row[name] for name in names) for row in rows)]
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table with padded columns; the first line is the header."""
+    columns = []
+    for head, *rest in zip(*lines, strict=True):
+        column = [head, "---", *rest]
+        width = max(map(len, column))
+        numeric = all(cell[:1] in "+-.0123456789" for cell in rest)
+        columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in column])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
+# --- The report
 def write_report(rows: Sequence[Row], folder: Path) -> Path:
     """Write ``report.md`` and its plots.
 
@@ -51,7 +189,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     Raises:
         ValueError: no row has a time.
     """
-    by, newest = figures(rows), newest_rows(rows)
+    by, newest = index_rows(rows), newest_rows(rows)
     rule, got = "contain at least one time", f"{len(rows)} rows without one"
     check(bool(newest), "nsa bench report", "the rows", rule, got)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +230,10 @@ def _origins(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
-def _table(rows: Sequence[Row], by: Figures) -> str:
+def _table(rows: Sequence[Row], by: RowIndex) -> str:
     hidden = ("case", "choice", "dtype")
-    cells = {name: cell for name, cell in row_cells(by).items() if name not in hidden}
     ordered = sorted(rows, key=lambda row: (row.seq_len, row.batch, row.mode, row.ms_p50))
-    return markdown(table(cells, ordered))
+    return markdown(table([{**cells(row, by), **dict.fromkeys(hidden, "")} for row in ordered]))
 
 
 def of_one_batch(rows: Sequence[Row]) -> list[Row]:
@@ -107,7 +244,7 @@ def of_one_batch(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.batch == most[row.seq_len]]
 
 
-def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str) -> list[str]:
+def _plots(case: str, rows: Sequence[Row], by: RowIndex, folder: Path, name: str) -> list[str]:
     from matplotlib.figure import Figure
 
     parts = []
@@ -138,7 +275,7 @@ def _plots(case: str, rows: Sequence[Row], by: Figures, folder: Path, name: str)
 
 
 def series(
-    rows: Iterable[Row], by: Figures, value: Value
+    rows: Iterable[Row], by: RowIndex, value: Value
 ) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Points ``(S, value)`` sorted by S, by provider and mode."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -165,20 +302,21 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
         ValueError: there are no common ratios.
     """
     known, new = _ratios(list(baseline)), _ratios(rows)
-    both = [(*found, known[key][2]) for key, found in new.items() if key in known]
     wrong = [row for row in rows if row.correct is False]
     hint = "Measure dense attention in the same run, on a GPU that has baseline rows."
     rule, got = "have a ratio with a baseline", f"{len(new)} without one"
+    both = [key for key in new if key in known]
     check(bool(both or wrong), "nsa bench report", "the rows", rule, got, hint)
     worse = 0
     lines: list[tuple[str, ...]] = [("row", "ratio", "of dense", "baseline", "change", "")]
-    for row, what, value, before in both:
+    for key in both:
+        (row, value), (_, before) = new[key], known[key]
         change = value / before - 1
         worse += change > tolerance
         shown = f"{value:.3f}", f"{before:.3f}", f"{change:+.1%}"
         verdict = "WORSE" if change > tolerance else "ok"
-        lines.append((f"{point(row)}, B {row.batch}", what, *shown, verdict))
-    texts = align(lines) + [f"wrong: {point(row)}: {row.note}" for row in wrong]
+        lines.append((f"{point(row)}, B {row.batch}", str(key[0]), *shown, verdict))
+    texts = [markdown(lines)] + [f"wrong: {point(row)}: {row.note}" for row in wrong]
     texts.append(
         f"{len(both)} ratios compared, {worse} worse by more than {tolerance:.0%}, "
         f"{len(new) - len(both)} without a baseline, {len(wrong)} wrong rows"
@@ -186,9 +324,9 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
     return texts, not worse and not wrong
 
 
-def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, str, float]]:
+def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, float]]:
     """Newest ratio to dense of each kind, without void ratios and dense rows."""
-    by, found = figures(rows), {}
+    by, found = index_rows(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
         if row.provider == UNMASKED or is_dense(row) or is_void(row, by):
             continue
@@ -196,5 +334,5 @@ def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, str, flo
         for what, name in (("time", "ms_p50"), ("memory", "peak_mib")):
             value = of_dense(row, by, name)
             if value is not None:
-                found[what, settings, *row.kind] = row, what, value
+                found[what, settings, *row.kind] = row, value
     return found

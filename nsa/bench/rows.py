@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,6 @@ from nsa.errors import UserError
 from nsa.train import environment
 
 TARGETS = Path(__file__).with_name("targets.json")
-DENSE = "dense-cudnn"
 UNMASKED = "dense-unmasked"  # training with dense attention across documents
 # Dense attention of a decode step. With -folded, query heads of a group are rows of one query.
 DENSE_DECODE = (
@@ -29,10 +28,14 @@ DENSE_DECODE = (
     "dense-flex",
     "dense-scan",
 )
-# Ratios to dense use the fastest of these providers; other cases use DENSE in case `attention`.
+# Ratios to dense use the fastest of these providers; other cases use _DENSE in case `attention`.
+_DENSE = ("dense-cudnn",)
 _DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention": DENSE_DECODE}
 # Units in which higher is better.
 _SPEEDS = ("tokens/s", "of one", "times dense", "of copy bandwidth")
+# Fields of older rows that no table shows.
+OLD_FIELDS = {"overlap", "compilations_after_5", "slowest_over_median", "host_ms_p50"}
+OLD_FIELDS |= {"first_step_s"}
 # Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
@@ -68,7 +71,6 @@ class Row:
     peak_mib: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     note: str | None = None
-    overlap: float | None = None
     recall: float | None = None
     timing: str | None = None
     samples: int | None = None
@@ -81,10 +83,6 @@ class Row:
     loss_nats: float | None = None
     settings: dict[str, Any] | None = None
     changed: dict[str, Any] | None = None
-    compilations_after_5: int | None = None
-    slowest_over_median: float | None = None
-    host_ms_p50: float | None = None
-    first_step_s: float | None = None
     num_gpus: int = 1
     communication_ms: float | None = None
     exposed_ms: float | None = None
@@ -102,14 +100,18 @@ class Row:
     @property
     def kind(self) -> tuple[object, ...]:
         """Key of rows that repeat one measurement; the newest is used."""
-        where = (self.gpu, self.case, self.provider, self.shape, self.choice, self.dtype)
-        return *where, self.seq_len, self.batch, self.mode, self.is_masked, self.num_gpus
+        return self.gpu, *_key(self)[1:], self.is_masked, self.num_gpus
 
     def __post_init__(self) -> None:
         """Assert that a row with a time is correct."""
         timed = [self.ms_p50, self.ms_p20, self.ms_p80, self.tokens_per_s, self.mfu]
         assert self.correct is True or timed == [None] * 5, "a time without a correct result"
         assert self.correct is True or self.note, "a row without a time says why"
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    work = row.case, row.provider, row.shape, row.choice, row.dtype, row.seq_len, row.batch
+    return row.run_id, *work, row.mode
 
 
 def origin(device: torch.device, commit: str | None = None) -> dict[str, Any]:
@@ -119,12 +121,12 @@ def origin(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         device: the measured device.
         commit: recorded if the checkout has no git.
     """
-    code, now, cuda = environment.code_version(), datetime.now(UTC), device.type == "cuda"
+    code, now, on_gpu = environment.code_version(), datetime.now(UTC), device.type == "cuda"
     return {
         "run_id": f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
         "device": device.type,
-        "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "driver": environment.nvidia_driver() if cuda else None,
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "driver": environment.nvidia_driver() if on_gpu else None,
         "torch": environment.version("torch"),
         "triton": environment.version("triton"),
         "commit": code["commit"] or commit,
@@ -133,32 +135,24 @@ def origin(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a JSONL file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
-
-
-def read_rows(paths: Sequence[Path]) -> list[Row]:
+def read_rows(paths: Iterable[Path]) -> list[Row]:
     """Read the rows of several files.
 
     Raises:
         ValueError: a line is not a row; the message names file, line and error.
     """
-    return [
-        _parse(line, f"{path}:{number}")
-        for path in paths
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if line.strip()
-    ]
-
-
-def _parse(line: str, where: str) -> Row:
-    try:
-        return Row(**json.loads(line))
-    except (ValueError, TypeError, AssertionError) as error:  # also fields or times that are wrong
-        argument, rule = f"{where}: the line", "be a row that the benchmark writes"
-        raise UserError("read_rows", argument, rule, error) from error
+    rows = []
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                fields = json.loads(line or "null")
+                if fields is not None:
+                    rows.append(Row(**{x: fields[x] for x in fields if x not in OLD_FIELDS}))
+            except (ValueError, TypeError, AssertionError) as error:
+                argument, rule = f"{path}:{number}: the line", "be a row that the benchmark writes"
+                raise UserError("read_rows", argument, rule, error) from error
+    return rows
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -173,10 +167,10 @@ def newest_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 # --- Ratios between rows
-Figures = Mapping[tuple[object, ...], Row]
+RowIndex = Mapping[tuple[object, ...], Row]
 
 
-def figures(rows: Iterable[Row]) -> Figures:
+def index_rows(rows: Iterable[Row]) -> RowIndex:
     """Index rows with a time for ratios: by run and work, and steps on one GPU by settings."""
     found: dict[tuple[object, ...], Row] = {}
     for row in measured(rows):
@@ -184,11 +178,6 @@ def figures(rows: Iterable[Row]) -> Figures:
         if row.case == "train" and row.num_gpus == 1:
             found[_step_key(row)] = row
     return found
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    work = row.case, row.provider, row.shape, row.choice, row.dtype, row.seq_len, row.batch
-    return row.run_id, *work, row.mode
 
 
 def _step_key(row: Row) -> tuple[object, ...]:
@@ -199,7 +188,7 @@ def _step_key(row: Row) -> tuple[object, ...]:
     return "one GPU", row.gpu, row.commit, *work, *step
 
 
-def ratio(row: Row, by: Figures, name: str = "ms_p50", **names: str) -> float | None:
+def ratio(row: Row, by: RowIndex, name: str = "ms_p50", **names: str) -> float | None:
     """Divide time or memory by that of a row of the same run with other field values."""
     return _quotient(row, by.get(_key(replace(row, **names))), name)  # type: ignore[arg-type]
 
@@ -211,28 +200,28 @@ def _quotient(row: Row, below: Row | None, name: str) -> float | None:
 
 def is_dense(row: Row) -> bool:
     """Whether the row is a baseline of ratios."""
-    return row.provider in _DENSE_OF.get(row.case, (DENSE,))
+    return row.provider in _DENSE_OF.get(row.case, _DENSE)
 
 
-def fastest_dense(row: Row, by: Figures) -> Row | None:
+def fastest_dense(row: Row, by: RowIndex) -> Row | None:
     """Return the fastest dense attention, or the dense model, in the same run."""
     case = row.case if row.case in _DENSE_OF else "attention"
-    names = _DENSE_OF.get(row.case, (DENSE,))
+    names = _DENSE_OF.get(row.case, _DENSE)
     found = [by.get(_key(replace(row, case=case, provider=name))) for name in names]
-    return min((each for each in found if each), key=lambda each: each.ms_p50 or 0, default=None)
+    return min(filter(None, found), key=lambda each: each.ms_p50 or 0, default=None)
 
 
-def of_dense(row: Row, by: Figures, name: str = "ms_p50") -> float | None:
+def of_dense(row: Row, by: RowIndex, name: str = "ms_p50") -> float | None:
     """Divide time or memory by that of dense attention in the same run; None without it."""
     return _quotient(row, fastest_dense(row, by), name)
 
 
-def of_one_gpu(row: Row, by: Figures) -> float | None:
+def of_one_gpu(row: Row, by: RowIndex) -> float | None:
     """Divide the speed by that on one GPU with the same commit, work and settings."""
     return _quotient(row, by.get(_step_key(row)), "tokens_per_s") if row.case == "train" else None
 
 
-def is_void(row: Row, by: Figures) -> bool:
+def is_void(row: Row, by: RowIndex) -> bool:
     """Whether dense attention misses its own target, so that ratios to it are meaningless."""
     dense = fastest_dense(row, by)
     return dense is not None and not all(passed for _, passed in outcomes(dense, by))
@@ -251,7 +240,7 @@ def reaches(unit: str, bound: float, value: float) -> bool:
     return value >= bound if unit in _SPEEDS else value <= bound
 
 
-def outcomes(row: Row, by: Figures) -> list[tuple[str, bool]]:
+def outcomes(row: Row, by: RowIndex) -> list[tuple[str, bool]]:
     """Compare a row with its targets: measured value with verdict, and whether it passes.
 
     Units: ``ms``; ``of dense-cudnn``, time relative to dense attention; ``of random``, relative to
@@ -259,35 +248,38 @@ def outcomes(row: Row, by: Figures) -> list[tuple[str, bool]]:
     relative to Llama's layer; ``of one``, speed relative to one GPU; ``times dense``, the fastest
     dense time divided by the row's; ``of copy bandwidth``, for the fastest dense row.
     """
-    if row.ms_p50 is None or row.gpu != targets()["gpu"]:
+    wanted = [target for target in targets()["targets"] if _is_for(target, row)]
+    if row.ms_p50 is None or row.gpu != targets()["gpu"] or not wanted:
         return []
     of = of_dense(row, by)
-    values: dict[str, Callable[[], float | None]] = {
-        "ms": lambda: row.ms_p50,
-        "tokens/s": lambda: row.tokens_per_s,
-        "launches": lambda: row.launches,
-        "of random": lambda: ratio(row, by, choice="random"),
-        "of dense-cudnn": lambda: of,
-        "times dense": lambda: of and 1 / of,
-        "of copy bandwidth": lambda: row.of_copy if of == 1 else None,
-        "MiB of dense": lambda: of_dense(row, by, "peak_mib"),
-        "of llama": lambda: ratio(row, by, provider="llama"),
-        "of one": lambda: of_one_gpu(row, by),
+    values = {
+        "ms": row.ms_p50,
+        "tokens/s": row.tokens_per_s,
+        "launches": row.launches,
+        "of random": ratio(row, by, choice="random"),
+        "of dense-cudnn": of,
+        "times dense": of and 1 / of,
+        "of copy bandwidth": row.of_copy if of == 1 else None,
+        "MiB of dense": of_dense(row, by, "peak_mib"),
+        "of llama": ratio(row, by, provider="llama"),
+        "of one": of_one_gpu(row, by),
     }
     return [
         (_verdict(target, value), reaches(target["unit"], target["target"], value))
-        for target in targets()["targets"]
-        if all(getattr(row, name) == wanted for name, wanted in target["where"].items())
-        and (value := values[target["unit"]]()) is not None
+        for target in wanted
+        if (value := values[target["unit"]]) is not None
     ]
+
+
+def _is_for(target: Mapping[str, Any], row: Row) -> bool:
+    return all(getattr(row, name) == wanted for name, wanted in target["where"].items())
 
 
 def _verdict(target: Mapping[str, Any], value: float) -> str:
     unit = target["unit"]
     form, exact = (",.0f", ",.0f") if unit == "tokens/s" else (".3g", "g")
     verdicts = [
-        f"{name} {target[name]:{exact}} "
-        + ("pass" if reaches(unit, target[name], value) else "FAIL")
+        f"{name} {target[name]:{exact}} {('FAIL', 'pass')[reaches(unit, target[name], value)]}"
         for name in ("target", "stretch")
         if target[name] is not None
     ]

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nsa.bench.attention import missing_kernel, own, split_variant
 from nsa.bench.cases import CASES
-from nsa.bench.clock import Verdict, judges_kernels, not_run, release_memory
-from nsa.bench.gate import ModelGate
-from nsa.bench.rows import UNMASKED, Row
-from nsa.bench.table import Results
-from nsa.bench.train_run import Measured, communication_ms, measure_forward, measure_steps
+from nsa.bench.clock import (
+    Fields,
+    Subject,
+    elapsed_ms,
+    gpu_events,
+    kernel_fields,
+    measure,
+    not_run,
+    percentiles,
+    profiled,
+    profiler,
+    release_memory,
+    synchronize,
+    time_mark,
+    verdict,
+)
+from nsa.bench.gate import judge_module, module_results
+from nsa.bench.report import Results
+from nsa.bench.rows import UNMASKED
 from nsa.errors import check
 from nsa.lm.baseline import dense_of_equal_size
 from nsa.lm.flops import flops_per_token
@@ -28,10 +45,12 @@ from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.distributed.launch import check_platform, communication_settings, read_launch
 from nsa.train.distributed.processes import Processes, join
 from nsa.train.execution.activations import checkpoint_activations
-from nsa.train.execution.precision import choose_device
+from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
-from nsa.train.telemetry.throughput import peak_flops
+from nsa.train.run_folder import RunFolder
+from nsa.train.telemetry.metrics import Row as MetricsRow
+from nsa.train.telemetry.throughput import MIB, memory_row, peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from nsa.train.watch.out_of_memory import (
     check_run_fits,
@@ -40,11 +59,12 @@ from nsa.train.watch.out_of_memory import (
     smaller_micro_batch,
 )
 
-Fields = dict[str, Any]  # fields of a row
 WHERE = "nsa bench train"
-PROVIDERS = ("nsa", "dense", "dense-matched")
+PROVIDERS = ("nsa", "dense", "dense-matched", UNMASKED)
+DEFAULT = PROVIDERS[:3]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in rows
 LOG_EVERY = 20  # maximum steps between rows of metrics
+PROFILED_STEPS = 3
 GATE_SEQUENCES = GATE_LAYERS = 2
 _PARTS = ("gate.net", "phi", "norm", "attention", "mlp", "embedding")
 # Each branch must run a kernel of these cases.
@@ -70,8 +90,7 @@ _DENSE_OF_DOCUMENTS = ("flash", "fmha", "cudnn", "triton_tem")
 
 
 # --- The measured runs
-@dataclass(frozen=True)
-class Subject:
+class Run(NamedTuple):
     """One run to be measured.
 
     Attributes:
@@ -87,46 +106,41 @@ class Subject:
     base: TrainConfig | None = None
 
 
-def find_subjects(
+def find_runs(
     paths: Sequence[Path],
     settings: Mapping[str, str],
     variants: Sequence[str] = (),
     names: Sequence[str] | None = None,
-    *,
-    unmasked: bool = False,
-) -> list[Subject]:
+) -> list[Run]:
     """Return the runs to be measured.
 
     Args:
         paths: configurations; the first one is the base.
         settings: values by dotted name, for all configurations.
         variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
-        names: models of the base; None means all of ``PROVIDERS``, or the base's own if there are
-            other configurations.
-        unmasked: add the dense model with attention across documents.
+        names: models of the base; None means ``DEFAULT``, or the base's own if there are other
+            configurations.
 
     Raises:
         ValueError: a configuration is not valid, or two runs have the same name.
     """
     file, base = load_config(paths[0]), load_config(paths[0], settings)
     if names is None:
-        names = PROVIDERS if len(paths) == 1 else (base.model.attention,)
-    names = [*names, *[UNMASKED] * unmasked]
-    found = [Subject(name, _model_of(base, name), file) for name in names]
+        names = DEFAULT if len(paths) == 1 else (base.model.attention,)
+    found = [Run(name, model_of(base, name), file) for name in names]
     for path in paths[1:]:
-        found.append(Subject(path.stem, load_config(path, settings), load_config(path), base))
+        found.append(Run(path.stem, load_config(path, settings), load_config(path), base))
     for text in variants:
         name, changes = split_variant(WHERE, text)
-        found.append(Subject(name, load_config(paths[0], {**settings, **changes}), file, base))
-    taken = {*PROVIDERS, UNMASKED}
-    for subject in found[len(names) :]:
-        rule = f"be none of {', '.join(sorted(taken))}"
-        check(subject.name not in taken, WHERE, "the name of a run", rule, subject.name)
-        taken.add(subject.name)
+        found.append(Run(name, load_config(paths[0], {**settings, **changes}), file, base))
+    taken = [*PROVIDERS, *(run.name for run in found if run.base is not None)]
+    rule = "differ from those of other runs and models"
+    check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
     return found
 
 
-def _model_of(base: TrainConfig, name: str) -> TrainConfig:
+def model_of(base: TrainConfig, name: str) -> TrainConfig:
+    """Return the run with another model, a member of ``PROVIDERS``."""
     if name == "dense-matched":
         return replace(base, model=dense_of_equal_size(base.model))
     if name == UNMASKED:
@@ -147,8 +161,8 @@ def rebatch(
         config: the run.
         seq_len: length S; None keeps it.
         tokens: tokens of an optimizer step, at least one sequence; None keeps the sequences.
-        micro_batch: sequences of one forward and backward; None keeps it.
-        world_size: number of processes; above 1 each has micro-batches of at most this size.
+        micro_batch: maximum sequences of one forward and backward; None keeps it.
+        world_size: number of processes.
 
     Raises:
         ValueError: the sequences of a step cannot be split evenly.
@@ -158,55 +172,30 @@ def rebatch(
     own, remainder = divmod(sequences, world_size)
     rule = f"be a multiple of the number of processes ({world_size})"
     check(remainder == 0, WHERE, "global_batch", rule, sequences)
-    asked = micro_batch or config.micro_batch
-    rule, hint = f"be at most the {sequences} sequences of a step", "Give --tokens, too."
-    check(tokens is not None or asked <= sequences, WHERE, "--micro-batch", rule, asked, hint)
-    size = min(asked, own)
-    if world_size > 1:
-        size = max(part for part in range(1, size + 1) if own % part == 0)
-    accumulation, remainder = divmod(own, size)
+    size = min(micro_batch or config.micro_batch, own)
     rule, hint = f"divide the {own} sequences of a step", "Give --micro-batch."
-    check(remainder == 0, WHERE, "micro_batch", rule, size, hint)
+    check(own % size == 0, WHERE, "micro_batch", rule, size, hint)
     return replace(
         config,
         seq_len=seq_len,
         micro_batch=size,
-        accumulation=accumulation,
+        accumulation=own // size,
         global_batch=sequences,
         world_size=world_size,
     )
 
 
-def as_measured(config: TrainConfig, warmup: int, steps: int) -> TrainConfig:
-    """Adapt a run to the benchmark; these changes are not part of a row's ``variant``.
-
-    The run is long enough for the steps and writes at least one row of metrics. Evaluations,
-    checkpoints and samples are disabled.
-    """
-    return replace(
-        config,
-        steps=max(config.steps, warmup + steps + 5),
-        log_every=min(config.log_every or LOG_EVERY, steps),
-        eval_windows=0,
-        checkpoint_every=0,
-        sample_tokens=0,
-    )
-
-
-def differences(base: TrainConfig, other: TrainConfig) -> dict[str, Any]:
-    """Settings of ``other`` that differ from ``base``, by dotted name."""
-    before, after = (dict(_flat(dataclasses.asdict(config))) for config in (base, other))
-    return {
-        name: after[name] for name in after if name not in before or before[name] != after[name]
-    }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+def differences(base: Any, other: Any) -> dict[str, Any]:
+    """Settings of a configuration ``other`` that differ from ``base``, by dotted name."""
+    found: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(other)):
+        before, value = getattr(base, name), getattr(other, name)
+        if is_dataclass(value) and is_dataclass(before):
+            inner = differences(before, value)
+            found |= {f"{name}.{key}": changed for key, changed in inner.items()}
+        elif value != before:
+            found[name] = value
+    return found
 
 
 # --- The gate
@@ -232,13 +221,17 @@ def gate_config(config: TrainConfig) -> TrainConfig:
     )
 
 
-def check_model(config: TrainConfig, device: torch.device) -> Verdict:
+@cache
+def check_model(config: TrainConfig, device: torch.device) -> Fields:
     """Compare loss and gradients of a fresh model, by part, with the fp64 reference on the CPU.
 
     The model runs as in the trainer: same loss, compilation, activation checkpointing and
     precision.
+
+    Args:
+        config: a :func:`gate_config`.
+        device: the measured device.
     """
-    config = gate_config(config)
     generator = torch.Generator().manual_seed(config.seed)
     shape = (GATE_SEQUENCES * config.seq_len + 1,)
     stream = torch.randint(config.model.vocab_size, shape, generator=generator)
@@ -246,21 +239,23 @@ def check_model(config: TrainConfig, device: torch.device) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LanguageModel(config.model)
-    # The mantissa of TF32 is between bf16 and fp32.
-    rounded = config.compute_dtype == "bf16" or config.tf32
-    gate = ModelGate(
-        NextTokenLoss(model),
-        [stream[:-1], stream[1:], offsets],
-        config.compute_dtype,
-        torch.bfloat16 if rounded else torch.float32,
-        _part_of,
-        output="loss",
-        max_seqlen=config.seq_len,
-    )
+
+    def results(kind: str, subject: NextTokenLoss, run: Any, where: torch.device) -> Any:
+        inputs = [x.to(where) for x in (stream[:-1], stream[1:], offsets)]
+        named: dict[str, Any] = {"output": "loss", "part_of": _part_of}
+        precision = autocast(where, kind)
+        return module_results(subject, run, inputs, precision, **named, max_seqlen=config.seq_len)
+
+    cpu, kind = torch.device("cpu"), config.compute_dtype
+    plain, exact = NextTokenLoss(model), NextTokenLoss(deepcopy(model).double())
     subject = NextTokenLoss(deepcopy(model).to(device), config.loss_chunk)
     checkpoint_activations(subject.model, config.checkpointing)
     run = torch.compile(subject, fullgraph=True) if config.compile else subject
-    return gate.check(subject, run, device)
+    expected = results(kind, plain, plain, cpu), results("fp32", exact, exact, cpu)
+    # The mantissa of TF32 is between bf16 and fp32.
+    rounded = kind == "bf16" or config.tf32
+    dtype = torch.bfloat16 if rounded else torch.float32
+    return judge_module(results(kind, subject, run, device), *expected, dtype)
 
 
 def _part_of(parameter: str) -> str:
@@ -284,7 +279,7 @@ def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | No
 
 # --- The benchmark
 def bench_train(
-    subjects: Sequence[Subject],
+    runs: Sequence[Run],
     shape: str,
     *,
     seqs: Sequence[int | None] = (None,),
@@ -295,15 +290,15 @@ def bench_train(
     steps: int = 40,
     out: Path | None = None,
     commit: str | None = None,
-) -> bool:
+) -> int:
     """Measure, print and write rows; under torchrun all processes call it, the main one prints.
 
     Args:
-        subjects: the runs.
+        runs: the runs.
         shape: name of the first configuration, for rows.
         seqs: lengths S; None keeps the configuration's.
         tokens: tokens of an optimizer step.
-        micro_batch: sequences of one forward and backward.
+        micro_batch: maximum sequences of one forward and backward.
         modes: ``fwd``, ``fwd_bwd``; several processes measure only ``fwd_bwd``.
         warmup: steps before the profiled ones.
         steps: timed steps.
@@ -311,7 +306,7 @@ def bench_train(
         commit: recorded if the checkout has no git.
 
     Returns:
-        Whether every measured row is correct.
+        Exit code: 1 if a row is wrong.
 
     Raises:
         ValueError: a run does not match this machine or the launch.
@@ -320,37 +315,39 @@ def bench_train(
     launch = read_launch()
     size = launch.world_size
     hint = "Start several processes by torchrun, which divide the global batch."
-    for subject in subjects:
-        given = subject.config.world_size
+    for run in runs:
+        given = run.config.world_size
         check(given in (1, size), WHERE, "world_size", f"be 1 or {size}", given, hint)
-    device = choose_device(subjects[0].config.device, launch.local_rank)
+    device = choose_device(runs[0].config.device, launch.local_rank)
     hint = "Give --device cpu to measure on this CPU all the same."
-    fits = device.type == "cuda" or subjects[0].config.device == "cpu"
+    fits = device.type == "cuda" or runs[0].config.device == "cpu"
     check(fits, WHERE, "the machine", "have a CUDA GPU", "none", hint)
-    sizes: dict[str, Any] = {"tokens": tokens, "micro_batch": micro_batch, "world_size": size}
-    runs = []
-    for seq_len, subject in itertools.product(seqs, subjects):
-        config = rebatch(subject.config, seq_len, **sizes)
+    measured = []
+    for seq_len, run in itertools.product(seqs, runs):
+        resized = partial(
+            rebatch, seq_len=seq_len, tokens=tokens, micro_batch=micro_batch, world_size=size
+        )
+        config = resized(run.config)
         check_run_fits(WHERE, config, device)
-        base = subject.base and rebatch(subject.base, seq_len, **sizes)
         row = {
-            "provider": subject.name,
-            "variant": base and differences(base, config),
-            "changed": differences(subject.file, config),
+            "provider": run.name,
+            "variant": run.base and differences(resized(run.base), config),
+            "changed": differences(run.file, config),
             "seq_len": config.seq_len,
             "batch": config.global_batch,
             "dtype": DTYPES[config.compute_dtype],
         }
-        runs.append((as_measured(config, warmup, steps), row))
+        measured.append((config, row))
     same: Fields = {"case": "train", "choice": "model", "shape": shape, "num_gpus": size}
+    modes = ["fwd_bwd"] if size > 1 else modes
     with join(launch, device) as processes:
         results = Results(out, device, commit) if processes.is_main else None
-        verdicts: dict[TrainConfig, Verdict] = {}
-        for config, row in runs:
-            for found in _measure(config, device, processes, modes, (warmup, steps), verdicts):
-                if results is not None:
-                    results.add(**same, **row, **found)
-        return True if results is None else results.finish()
+        for config, row in measured:
+            found = _measure(config, device, processes, modes, (warmup, steps))
+            for mode in ("fwd_bwd", "fwd"):
+                if results is not None and mode in modes:
+                    results.add(**same, **row, mode=mode, **found[mode])
+        return 0 if results is None else results.finish()
 
 
 def _measure(
@@ -359,89 +356,38 @@ def _measure(
     processes: Processes,
     modes: Sequence[str],
     counts: tuple[int, int],
-    verdicts: dict[TrainConfig, Verdict],
-) -> Iterator[Fields]:
-    """Fields of the rows of each mode, ``fwd_bwd`` first."""
-    small = gate_config(config)
-    if small not in verdicts:
-        verdicts[small] = check_model(config, device)
-    verdict = verdicts[small]
-    found, failure = dict[str, Fields](), asdict(verdict)
-    alone = processes.world_size == 1
-    modes = [mode for mode in ("fwd_bwd", "fwd") if mode in modes and (alone or mode == "fwd_bwd")]
+) -> dict[str, Fields]:
+    """Fields of the rows by mode."""
+    checked = check_model(gate_config(config), device)
+    found = dict.fromkeys(("fwd_bwd", "fwd"), checked)
     release_memory(device)
-    if not processes.largest(not verdict.correct)[0]:
-        try:
-            steps, trainer = measure_steps(config, device, *counts, processes)
-            found["fwd_bwd"] = _fields(trainer, steps, verdict, "fwd_bwd", device, processes)
-            if "fwd" in modes:
-                forward = measure_forward(trainer, device, counts[1])
-                found["fwd"] = _fields(trainer, forward, verdict, "fwd", device, processes)
-            del trainer
-        except RuntimeError as error:
-            if not alone:
-                raise  # the other processes wait for this process
-            failure = {**_failure(error, config), "errors": verdict.errors}
-    for mode in modes:
-        yield {"mode": mode, **found.get(mode, failure)}
+    if processes.largest(not checked["correct"])[0]:
+        return found
+    try:
+        steps, trainer = measure_steps(config, device, *counts, processes)
+        found["fwd_bwd"] = _judged(trainer, {**checked, **steps}, processes)
+        if "fwd" in modes:
+            found["fwd"] = checked
+            forward = measure_forward(trainer, checked, device)
+            found["fwd"] = {**forward, "settings": found["fwd_bwd"]["settings"]}
+        del trainer
+    except TrainingStoppedError as error:  # on all processes
+        found = dict.fromkeys(found, verdict(False, note=str(error)))
+    except RuntimeError as error:
+        if not is_out_of_memory(error) or processes.world_size > 1:
+            raise  # a bug, or other processes wait for this process
+        micro_batch = smaller_micro_batch(config)
+        hint = "" if micro_batch is None else f". Give --micro-batch {micro_batch}"
+        failure = {**not_run(f"{memory_use(error)}{hint}"), "errors": checked["errors"]}
+        found = {mode: row if "ms_p50" in row else failure for mode, row in found.items()}
     release_memory(device)
+    return found
 
 
-def _failure(error: RuntimeError, config: TrainConfig) -> Fields:
-    """Fields of a row without a time: out of memory, or a stopped run."""
-    if isinstance(error, TrainingStoppedError):
-        return asdict(Verdict(False, {}, str(error)))
-    if not is_out_of_memory(error):
-        raise error  # a bug
-    micro_batch = smaller_micro_batch(config)
-    hint = "" if micro_batch is None else f". Give --micro-batch {micro_batch}"
-    return not_run(f"{memory_use(error)}{hint}")
-
-
-def _fields(
-    trainer: Trainer,
-    found: Measured,
-    verdict: Verdict,
-    mode: str,
-    device: torch.device,
-    processes: Processes,
-) -> Fields:
-    """Fields of a row, without times if unexpected kernels ran or a step was not finite."""
+def _judged(trainer: Trainer, found: Fields, processes: Processes) -> Fields:
+    """Fields of a row with settings, and without times if unexpected kernels ran."""
     config = trainer.config
-    fault = fault_of(config, list(found.kernel_us), mode) if judges_kernels(device) else None
-    if fault is None and found.nonfinite:
-        fault = f"loss or gradient was not finite in {found.nonfinite} steps"
-    row: Fields = {
-        **asdict(verdict),
-        "settings": _settings(trainer, processes),
-        "kernel_us": found.kernel_us,
-        "kernels": sorted(found.kernel_us),
-    }
-    if processes.world_size > 1 and found.trace is not None:
-        row |= communication_ms(found.trace, processes)
-        found.peak_mib = float(processes.largest(round(found.peak_mib or 0))[0])
-    if fault is not None:
-        return {**row, "correct": False, "note": fault}
-    per_step = config.global_batch * config.seq_len
-    tokens_per_s = found.timing.samples * per_step / found.seconds
-    passes = 1 if mode == "fwd_bwd" else 3  # a training token counts as three forward passes
-    flops = tokens_per_s * flops_per_token(config.model, config.seq_len) / passes
-    peak = peak_flops(device, config.compute_dtype)
-    seen = {name: value for name, value in vars(found).items() if name in Row.__annotations__}
-    return {
-        **row,
-        **seen,
-        **found.timing.fields(),
-        "tflops_useful": flops / 1e12,
-        "tokens_per_s": tokens_per_s,
-        "mfu": None if peak is None else flops / peak / processes.world_size,
-    }
-
-
-def _settings(trainer: Trainer, processes: Processes) -> dict[str, Any]:
-    """Settings of the run that are recorded in its row."""
-    config = trainer.config
-    found = {
+    found["settings"] = {
         "attention": config.model.attention,
         "parameters": trainer.model.num_parameters()["total"],
         "mlp_hidden_size": config.model.mlp_hidden_size,
@@ -454,6 +400,183 @@ def _settings(trainer: Trainer, processes: Processes) -> dict[str, Any]:
         "document_mask": config.data.document_mask,
     }
     if processes.world_size > 1:
-        found |= asdict(config.parallel)
-        found |= {"nccl": environment.nccl(), "nccl_settings": communication_settings()}
+        nccl = {"nccl": environment.nccl(), "nccl_settings": communication_settings()}
+        found["settings"] |= {**asdict(config.parallel), **nccl}
+    fault = fault_of(config, found["kernels"], "fwd_bwd") if "kernels" in found else None
+    if fault is None:
+        return found
+    kept = {name: found[name] for name in ("errors", "settings", "kernels", "kernel_us")}
+    return {**kept, "correct": False, "note": fault}
+
+
+class MeasuredError(Exception):
+    """All timed steps are done; stops the run before it writes a checkpoint."""
+
+
+def measure_steps(
+    config: TrainConfig,
+    device: torch.device,
+    warmup: int,
+    steps: int,
+    processes: Processes | None = None,
+) -> tuple[Fields, Trainer]:
+    """Train in a temporary folder; time the steps after the warm-up and the profiled steps.
+
+    Evaluations, checkpoints and samples are disabled. A step's time includes data, forward,
+    backward, optimizer and metrics. The host waits for the device only before the first and after
+    the last timed step.
+
+    Args:
+        config: the run.
+        device: the device of the trainer.
+        warmup: steps before the profiled ones.
+        steps: timed steps.
+        processes: the processes of the run; None means a single process.
+
+    Returns:
+        Fields of a row, and the trainer after its last step. Peak memory is that of all tensors
+        since the start; the memory of a CUDA graph is counted at its capture.
+    """
+    torch.compiler.reset()  # otherwise another length makes shapes dynamic
+    on_gpu, processes = device.type == "cuda", processes or Processes()
+    first = warmup + PROFILED_STEPS
+    config = replace(
+        config,
+        steps=max(config.steps, first + steps + 2),
+        log_every=min(config.log_every or LOG_EVERY, steps),
+        eval_windows=0,
+        checkpoint_every=0,
+        sample_tokens=0,
+        nonfinite="stop",
+    )
+    if on_gpu:
+        # The profiler records kernels only of CUDA graphs captured after its first use.
+        profiled(lambda: None, device)
+        torch.cuda.reset_peak_memory_stats(device)
+    marks, ends, rows, trace = list[Any](), list[float](), list[MetricsRow](), profiler()
+
+    def on_step() -> None:
+        """Mark the time between two steps."""
+        done = len(marks)
+        if done == first:
+            synchronize(device)
+            if on_gpu:
+                trace.stop()
+            ends.append(time.perf_counter())
+        marks.append(time_mark(device))
+        if on_gpu and done == warmup:
+            synchronize(device)
+            trace.start()
+        if done == first + steps:
+            synchronize(device)
+            ends.append(time.perf_counter())
+            raise MeasuredError
+
+    trainer = _train(config, processes, on_row=rows.append, on_step=on_step)
+    found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer").fields()
+    tokens_per_s = steps * config.global_batch * config.seq_len / (ends[1] - ends[0])
+    found |= _speed(config, tokens_per_s, "fwd_bwd", device)
+    found["loss_nats"] = float(rows[-1]["loss_nats"]) if rows else None
+    if on_gpu:
+        memory = memory_row(device)
+        found["peak_mib"] = memory["memory_allocated_mib"]
+        found["reserved_mib"] = memory["memory_reserved_mib"]
+        found |= kernel_fields(trace, PROFILED_STEPS)
+        if processes.world_size > 1:
+            found["peak_mib"] = float(processes.largest(round(found["peak_mib"]))[0])
+            found |= communication_ms(trace, processes)
+    return found, trainer
+
+
+def _train(config: TrainConfig, processes: Processes, **given: Any) -> Trainer:
+    """Run in a temporary folder until all steps are timed."""
+    with tempfile.TemporaryDirectory() as own_folder:
+        path = Path(processes.all_of(own_folder)[0]) / "run"
+        with processes.main_first():
+            main = processes.is_main
+            run_folder = RunFolder.create(path, config) if main else RunFolder.open(path)
+        trainer = Trainer(config, run_folder, processes=processes, stops_at_once=True, **given)
+        with suppress(MeasuredError):
+            given["on_step"]()  # before the first step
+            trainer.run()
+            raise AssertionError("the run ended before all steps were timed")
+        processes.wait_for_all()  # before the main process removes the folder
+    return trainer
+
+
+def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> Fields:
+    """Return the fields of a row of the forward pass and loss of one step's tokens.
+
+    Peak memory is that of weights and forward pass.
+
+    Args:
+        trainer: returned by :func:`measure_steps`.
+        checked: verdict about the model.
+        device: the device of the run.
+    """
+    config = trainer.config
+    batches = [batch.to(device) for batch in trainer.next_batches()]
+    trainer.state.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def forward() -> None:
+        with autocast(device, config.compute_dtype):
+            for batch in batches:
+                trainer.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+
+    fault = partial(fault_of, config, mode="fwd")
+    work = {"tokens": config.global_batch * config.seq_len}
+    subject = Subject(forward, lambda: checked, fault, lambda: work, capture=False)
+    found = measure(lambda: subject, device)
+    if found.get("peak_mib") is not None:
+        found["peak_mib"] += sum(weight.nbytes for weight in trainer.model.parameters()) / MIB
+    if "tokens_per_s" in found:
+        found |= _speed(config, found["tokens_per_s"], "fwd", device)
     return found
+
+
+def _speed(config: TrainConfig, tokens_per_s: float, mode: str, device: torch.device) -> Fields:
+    """Row fields of a speed in tokens/s over all processes."""
+    passes = 1 if mode == "fwd_bwd" else 3  # a training token counts as three forward passes
+    flops = tokens_per_s * flops_per_token(config.model, config.seq_len) / passes
+    peak = peak_flops(device, config.compute_dtype)
+    mfu = None if peak is None else flops / peak / config.world_size
+    return {"tokens_per_s": tokens_per_s, "tflops_useful": flops / 1e12, "mfu": mfu}
+
+
+# --- Communication
+def communication_ms(trace: Any, processes: Processes) -> dict[str, float]:
+    """Row fields of communication: ms per profiled step, mean over the processes."""
+    events = gpu_events(trace)
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
+    totals = processes.total(*map(round, communication_us(spans)))
+    names = ("communication_ms", "exposed_ms", "idle_ms")
+    each = 1000 * processes.world_size * PROFILED_STEPS
+    return {name: total / each for name, total in zip(names, totals, strict=True)}
+
+
+def communication_us(spans: Sequence[tuple[float, float, str]]) -> tuple[float, float, float]:
+    """Return three durations from the profile of one process, microseconds.
+
+    The time in which an NCCL kernel ran, including waits for slower processes; the part of it in
+    which nothing else ran on the GPU; the idle time between the first and the last kernel.
+
+    Args:
+        spans: start, end and name of kernels, copies and fills, microseconds.
+    """
+    sent, computed = (
+        _covered(span for span in spans if ("nccl" in span[2].lower()) is sends)
+        for sends in (True, False)
+    )
+    ran = _covered(spans)
+    whole = max(span[1] for span in spans) - min(span[0] for span in spans) if spans else 0.0
+    return sent, ran - computed, whole - ran
+
+
+def _covered(spans: Iterable[tuple[float, float, str]]) -> float:
+    """Length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

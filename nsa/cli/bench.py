@@ -25,7 +25,6 @@ def attention(
     tokens: int | None = None,
     dtype: Dtype = "bfloat16",
     choice: str = "random",
-    recorded: Path | None = None,
     case: str | None = None,
     provider: str | None = None,
     variant: list[str] | None = None,
@@ -47,8 +46,7 @@ def attention(
         seqs: lengths S
         tokens: of all sequences together (default 65536 for seed, else one sequence)
         dtype: of the inputs
-        choice: random, shared4, shared16, recorded
-        recorded: file of nsa inspect --record, for --case attention.selected --choice recorded
+        choice: random, shared4, shared16
         case: for example attention,attention.window (default all)
         provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
         variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
@@ -56,23 +54,18 @@ def attention(
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
-    from nsa.bench.attention import PROVIDERS, bench_attention
-    from nsa.bench.cases import CASES, CHOICES, RECORDED
+    from nsa.bench import attention as bench
+    from nsa.bench.cases import CASES
 
-    variants = variant or []
-    names = [*PROVIDERS, *(text.partition(":")[0] for text in variants)]
-    passed = bench_attention(
-        **_point(shape, seqs, tokens, dtype),
-        choices=_words("--choice", choice, (*CHOICES, RECORDED)),
-        recorded=recorded,
-        cases=_words("--case", case, CASES),
-        providers=None if provider is None else _words("--provider", provider, names),
-        variants=variants,
-        recall=recall,
-        out=out,
-        commit=commit,
-    )
-    return 0 if passed else 1
+    words = bench.DEFAULT if provider is None else _words("--provider", provider, bench.PROVIDERS)
+    variants = [bench.parse_variant(text) for text in variant or []]
+    providers = [*(bench.PROVIDERS[name] for name in words), *variants]
+    cases = _words("--case", case, CASES)
+    points = _points(shape, seqs, tokens, dtype, choice)
+    bench.check_machine(providers, points)
+    results = _results(out, commit)
+    bench.bench_attention(results, points, providers, cases, recall=recall)
+    return results.finish()
 
 
 def train(
@@ -80,7 +73,6 @@ def train(
     config: tuple[str, ...] = ("78m",),
     variant: list[str] | None = None,
     provider: str | None = None,
-    dense_unmasked: bool = False,
     seqs: str | None = None,
     tokens: int | None = None,
     micro_batch: int | None = None,
@@ -100,7 +92,7 @@ def train(
     batch is divided among the processes, and the time of NCCL's kernels is measured too, with the
     part of it in which nothing else runs. For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
-      nsa bench train --config 78m --tokens 65536 --micro-batch 32 --dense-unmasked
+      nsa bench train --config 78m --tokens 65536 --micro-batch 32 --provider nsa,dense
       nsa bench train --config 78m other.yaml            (A/B of two configurations)
       nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
       torchrun --standalone --nproc-per-node 2 -m nsa bench train --provider nsa --out rows.jsonl
@@ -110,11 +102,10 @@ def train(
         variant: NAME:KEY=VALUE,...: the first configuration with other settings; may be given
             several times
         provider: nsa, dense, dense-matched (default all; with several configurations the first's
-            own)
-        dense_unmasked: also dense attention across documents, as provider dense-unmasked
+            own), dense-unmasked (across documents)
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
-        micro_batch: other sequences of one forward and backward
+        micro_batch: most sequences of one forward and backward
         mode: fwd, fwd_bwd; under torchrun fwd_bwd alone
         warmup: steps before the timed ones
         steps: timed steps
@@ -123,17 +114,16 @@ def train(
         settings: of all configurations
     """
     from nsa.bench.cases import MODES
-    from nsa.bench.train import PROVIDERS, bench_train, find_subjects
+    from nsa.bench.train import PROVIDERS, bench_train, find_runs
 
-    where = "nsa bench train"
-    _in_range(where, 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
-    _in_range(where, 0, warmup=warmup)
+    _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
+    _in_range("nsa bench train", 0, warmup=warmup)
     paths = [Path(path) for path in config]
     names = None if provider is None else _words("--provider", provider, PROVIDERS)
-    passed = bench_train(
-        find_subjects(paths, settings, variant or [], names, unmasked=dense_unmasked),
+    return bench_train(
+        find_runs(paths, settings, variant or [], names),
         configs.name_in_rows(paths[0]),
-        seqs=[None] if seqs is None else _lengths(seqs),
+        seqs=[None] if seqs is None else _lengths("--seqs", seqs),
         tokens=tokens,
         micro_batch=micro_batch,
         modes=_words("--mode", mode, MODES),
@@ -142,58 +132,43 @@ def train(
         out=out,
         commit=commit,
     )
-    return 0 if passed else 1
 
 
 def host(
     *,
     shape: str = "seed",
-    width: int = 768,
     tokens: str = "256,2048,8192",
-    case: str | None = None,
     provider: str | None = None,
     mode: str | None = None,
-    weights: str | None = None,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
     """Measure what a layer costs the CPU.
 
     Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
-    idle, kernels launched, and the time that the GPU needs for them. The function and the module,
-    eager and compiled, with bf16 weights and with fp32 weights under autocast, compared with the
-    attention layer of transformers' Llama (SDPA) in the same run. Results are compared with fp64
-    first; a wrong one gets no time, and the exit code is 1. For example
+    idle, kernels launched, and the time that the GPU needs for them: a layer with bf16 weights,
+    eager and compiled, compared with the attention layer of transformers' Llama (SDPA) in the same
+    run. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For
+    example
       nsa bench host --out benchmarks/host/mine.jsonl
-      nsa bench host --case host.module --mode compiled,reduce_overhead --tokens 2048
+      nsa bench host --mode compiled,reduce_overhead --tokens 2048
 
     Args:
         shape: seed, wide, paper or HqxHkvxDxDv
-        width: size of the layer's input
         tokens: tokens, one sequence each
-        case: host.function, host.module (default both)
         provider: nsa, llama (default both)
         mode: fwd, fwd_bwd, compiled, reduce_overhead (default all)
-        weights: bfloat16, float32 (default both)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
-    from nsa.bench.host import CASES, MODES, PROVIDERS, WEIGHTS, bench_host
+    from nsa.bench.cases import parse_shape
+    from nsa.bench.host import MODES, PROVIDERS, bench_host
 
-    _in_range("nsa bench host", 1, width=width)
-    passed = bench_host(
-        _shape(shape),
-        width,
-        _lengths(tokens, "--tokens"),
-        _device(),
-        cases=_words("--case", case, CASES),
-        providers=_words("--provider", provider, PROVIDERS),
-        modes=_words("--mode", mode, MODES),
-        weights=_words("--weights", weights, WEIGHTS),
-        out=out,
-        commit=commit,
-    )
-    return 0 if passed else 1
+    heads, lengths = parse_shape(shape), _lengths("--tokens", tokens)
+    names, modes = _words("--provider", provider, PROVIDERS), _words("--mode", mode, MODES)
+    results = _results(out, commit)
+    bench_host(results, shape, heads, lengths, providers=names, modes=modes)
+    return results.finish()
 
 
 def decode(
@@ -203,18 +178,15 @@ def decode(
     config: Path = Path("78m"),
     provider: str | None = None,
     points: str | None = None,
-    prefill: str | None = None,
-    steps: int = 64,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
     """Measure decoding.
 
     Attention of one step alone, compared with the fastest dense attention over static keys and
-    values; greedy steps of a whole model with random weights after a long context, and prompts,
-    compared with the dense model. Milliseconds, tokens/s, launches, and the bytes that a step
-    reads. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1.
-    For example
+    values; greedy steps of a whole model with random weights after a long context, compared with
+    the dense model. Milliseconds, tokens/s, launches, and the bytes that attention reads. Results
+    are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For example
       nsa bench decode --out benchmarks/results/mine.jsonl
       nsa bench decode --case decode.attention --shape seed --points 65536,65536x64
       nsa bench decode --case decode.model --config 78m --points 2048,16384x64
@@ -225,31 +197,25 @@ def decode(
         shape: of decode.attention: seed, wide, paper or HqxHkvxDxDv
         config: of decode.model (see nsa configs)
         provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
-            dense-scan, .., reference; of models dense, dense-matched,
-            and by generate() hf, transformers (extra hf)
+            dense-scan, .., reference; of models dense, dense-matched
         points: tokens of context, with xB for B sequences (default those of the targets)
-        prefill: tokens of prompts of a model (default 65536; none if --points is given)
-        steps: timed steps of a model
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
+    from nsa.bench.cases import parse_shape
     from nsa.bench.decode import CASES, PROVIDERS, bench_decode
+    from nsa.train.load import load_config
 
-    _in_range("nsa bench decode", 1, steps=steps)
-    passed = bench_decode(
-        _shape(shape),
-        config,
-        configs.name_in_rows(config),
-        _device(),
-        cases=_words("--case", case, CASES),
-        providers=None if provider is None else _words("--provider", provider, PROVIDERS),
-        points=None if points is None else _points(points),
-        prefills=None if prefill is None else _lengths(prefill, "--prefill"),
-        steps=steps,
-        out=out,
-        commit=commit,
-    )
-    return 0 if passed else 1
+    cases, heads = _words("--case", case, CASES), parse_shape(shape)
+    names = None if provider is None else _words("--provider", provider, PROVIDERS)
+    found = None if points is None else _contexts(points)
+    hint = "Without one give short contexts: nsa bench decode --config cpu-small --points 256"
+    fits = found is not None or _device().type == "cuda"
+    check(fits, "nsa bench decode", "this machine", "have a CUDA GPU", "none", hint)
+    run, results = load_config(config), _results(out, commit)
+    name = configs.name_in_rows(config)
+    bench_decode(results, shape, heads, run, name, cases=cases, providers=names, points=found)
+    return results.finish()
 
 
 def consumers(
@@ -278,19 +244,19 @@ def consumers(
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
-    from nsa.bench.cases import CHOICES
-    from nsa.bench.consumers import bench_consumers
+    from nsa.bench.attention import bench_attention
+    from nsa.bench.consumers import CONSUMERS
 
-    point, choices = _point(shape, seqs, tokens, dtype), _words("--choice", choice, CHOICES)
-    return 0 if bench_consumers(**point, choices=choices, out=out, commit=commit) else 1
+    points = _points(shape, seqs, tokens, dtype, choice)
+    results = _results(out, commit)
+    bench_attention(results, points, CONSUMERS)
+    return results.finish()
 
 
 def tune(
     *,
     shape: str = "seed",
     seqs: str = "2048,65536",
-    tokens: int | None = None,
-    dtype: Dtype = "bfloat16",
     kernel: str = "*",
     out: Path | None = None,
     minutes: float | None = None,
@@ -303,16 +269,14 @@ def tune(
     Args:
         shape: seed, wide, paper or HqxHkvxDxDv
         seqs: lengths S
-        tokens: of all sequences together (default 65536 for seed, else one sequence)
-        dtype: of the inputs
         kernel: pattern of their names, for example window_attention_*
         out: table to write (default that of this GPU inside the package)
         minutes: stop the search after this time; the best tiles so far are written
     """
     from nsa.bench.tune import bench_tune
 
-    point = _point(shape, seqs, tokens, dtype)
-    return 0 if bench_tune(**point, kernel=kernel, out=out, minutes=minutes) else 1
+    points = _points(shape, seqs, None, "bfloat16", "random")
+    return bench_tune(points, kernel=kernel, out=out, minutes=minutes)
 
 
 def report(
@@ -337,23 +301,21 @@ def report(
         guard: files or folders of baseline rows; committed: those that the package carries
         tolerance: fraction by which a ratio may be worse
     """
-    from nsa.bench.report import guard as compare
-    from nsa.bench.report import write_report
+    from nsa.bench import report as pages
     from nsa.bench.rows import read_rows
-    from nsa.bench.table import result_table
 
     where = "nsa bench report"
     check(tolerance >= 0, where, "--tolerance", "be at least 0", tolerance)
     files = row_files(where, "ROWS", rows)
     new = read_rows(files)
-    print(write_report(new, out) if out is not None else result_table(new))
+    print(pages.write_report(new, out) if out is not None else pages.result_table(new))
     if guard is None:
         return 0
     known = [] if COMMITTED not in guard else carried_rows("results")
     known += row_files(where, "--guard", [path for path in guard if path != COMMITTED])
     own = {path.resolve() for path in files}
     baseline = read_rows([path for path in known if path.resolve() not in own])
-    lines, passed = compare(new, baseline, tolerance)
+    lines, passed = pages.guard(new, baseline, tolerance)
     print("\n".join(lines))
     return 0 if passed else 1
 
@@ -392,18 +354,24 @@ def _rows_in(folder: Path) -> list[Path]:
     return found
 
 
-def _shape(text: str) -> Any:
-    from nsa.bench.cases import parse_shape
-
-    return parse_shape(text)
-
-
-def _point(shape: str, seqs: str, tokens: int | None, dtype: Dtype) -> dict[str, Any]:
+def _points(shape: str, seqs: str, tokens: int | None, dtype: Dtype, choice: str) -> list[Any]:
     import torch
 
+    from nsa.bench.cases import CHOICES, Point, batch_of, parse_shape
+
     _in_range("nsa bench", 1, tokens=tokens)
-    found = {"shape": _shape(shape), "seqs": _lengths(seqs), "tokens": tokens}
-    return {**found, "dtype": getattr(torch, dtype), "device": _device()}
+    heads, device, kind = parse_shape(shape), _device(), getattr(torch, dtype)
+    return [
+        Point(shape, heads, seq_len, batch_of(shape, seq_len, tokens), each, kind, device)
+        for each in _words("--choice", choice, CHOICES)
+        for seq_len in _lengths("--seqs", seqs)
+    ]
+
+
+def _results(out: Path | None, commit: str | None) -> Any:
+    from nsa.bench.report import Results
+
+    return Results(out, _device(), commit)
 
 
 def _in_range(where: str, least: int, **given: int | None) -> None:
@@ -412,7 +380,7 @@ def _in_range(where: str, least: int, **given: int | None) -> None:
         check(fits, where, option(name), f"be from {least} to {_MOST:,}", value)
 
 
-def _lengths(text: str, option: str = "--seqs") -> list[int]:
+def _lengths(option: str, text: str) -> list[int]:
     words = text.split(",")
     fits = all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words)
     rule = f"be lengths from 1 to {_MOST:,} with commas between them"
@@ -420,11 +388,15 @@ def _lengths(text: str, option: str = "--seqs") -> list[int]:
     return [int(word) for word in words]
 
 
-def _points(text: str) -> list[tuple[int, int]]:
-    found = re.findall(r"(?:^|,)([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?(?=,|$)", text)
-    points = [(int(tokens), int(sequences or 1)) for tokens, sequences in found]
-    fits = len(points) == text.count(",") + 1 and all(a * b <= _MOST for a, b in points)
-    rule = "be tokens of context or TOKENSxSEQUENCES, with commas between them"
+def _contexts(text: str) -> list[tuple[int, int]]:
+    from nsa.bench.attention import MIN_LENGTH
+
+    number = "[1-9][0-9]{0,9}"
+    fits = re.fullmatch(f"{number}(x{number})?(,{number}(x{number})?)*", text) is not None
+    words = [f"{word}x1".split("x") for word in text.split(",") if fits]
+    points = [(int(word[0]), int(word[1])) for word in words]
+    fits &= all(a >= MIN_LENGTH and a * b <= _MOST for a, b in points)
+    rule = f"be at least {MIN_LENGTH} tokens or TOKENSxSEQUENCES, with commas between them"
     hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."
     check(fits, "nsa bench decode", "--points", rule, repr(text), hint)
     return points

@@ -61,7 +61,7 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
     }
     if shape is not None:
         check(seq_len > 0, "nsa doctor", "--seq", "be positive", seq_len)
-        config = parse_shape(shape).config()
+        config = parse_shape(shape)
         heads = f"{config.num_heads} heads in {config.num_kv_heads} groups"
         sizes = f"D {config.head_dim}, Dv {config.value_dim}"
         title = f"{heads}, {sizes}, {dtype}, sequences of up to {seq_len:,} tokens"

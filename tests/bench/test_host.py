@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, extras
+from nsa import extras
 from nsa.bench import host
-from nsa.bench.cases import Shape
 from nsa.bench.host import bench_host
-from nsa.bench.rows import read_rows
+from nsa.bench.report import Results
+from nsa.bench.rows import Row
 from nsa.errors import UsageError
 from nsa.module import NativeSparseAttention
 from tests.ops.cases import small
@@ -23,34 +22,29 @@ from tests.ops.cases import small
 CPU = torch.device("cpu")
 
 
-class Small(Shape):
-    """Few heads and a pattern whose gate needs few tokens."""
-
-    def config(self, overrides: dict[str, Any] | None = None) -> NSAConfig:
-        return small(value_dim=16)
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 3)
 
 
-def bench(**changes: Any) -> bool:
-    given: dict[str, Any] = {"modes": ("fwd", "fwd_bwd"), "weights": ("bfloat16",), "calls": 2}
-    return bench_host(Small("small", 4, 2, 16, 16), 24, (8, 20), CPU, **{**given, **changes})
+def bench(**changes: Any) -> tuple[int, list[Row]]:
+    results = Results(None, CPU)
+    given: dict[str, Any] = {"modes": ("fwd", "fwd_bwd"), **changes}
+    bench_host(results, "small", small(value_dim=16), (8, 20), **given)
+    return results.finish(), results.rows
 
 
-def test_rows_of_a_run(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "rows.jsonl"
-    assert bench(out=out, weights=host.WEIGHTS)
-    rows = read_rows([out])
-    found = [(row.case, row.dtype, row.provider, row.mode, row.seq_len) for row in rows]
-    layers = list(product(["host.module"], host.WEIGHTS, host.PROVIDERS))
-    kinds = [("host.function", "bfloat16", "nsa"), *layers]
-    each = list(product(("fwd", "fwd_bwd"), (8, 20)))
-    assert found == [(*kind, *point) for kind in kinds for point in each]
+def test_rows_of_a_run() -> None:
+    code, rows = bench()
+    assert code == 0
+    found = [(row.provider, row.mode, row.seq_len) for row in rows]
+    assert found == list(product(host.PROVIDERS, ("fwd", "fwd_bwd"), (8, 20)))
     for row in rows:
         assert row.correct
         assert 0 < (row.ms_p20 or 0) <= (row.ms_p50 or 0) <= (row.ms_p80 or 0)
-        assert (row.settings, row.timing, row.launches) == ({"width": 24}, "host", None)
-        layer = row.case == "host.module"
-        inputs = [f"dinput_{index}" for index in range(1 if layer else 8)]
-        assert list(row.errors) == ["out", *inputs, *["dweights"] * layer]
+        assert (row.settings, row.timing, row.launches) == ({"width": 64}, "host", None)
+        assert (row.case, row.shape, row.dtype) == ("host.module", "small", "bfloat16")
+        assert list(row.errors) == ["out", "dinput_0", "dweights"]
         assert all(0 < error < 0.1 for error in row.errors.values())
 
 
@@ -62,14 +56,12 @@ def test_compiled_modes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *inputs: subject(*inputs)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    assert bench(modes=("fwd", *host.COMPILED), cases=("host.module",))
+    assert bench(modes=("fwd", *host.COMPILED))[0] == 0
     assert asked == [{}, {"mode": "reduce-overhead"}] * 2
 
 
 @pytest.mark.parametrize("scale", [1.05, 1.0])
-def test_a_wrong_layer_gets_no_time(
-    scale: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_layer_gets_no_time(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong output, or a wrong gradient alone."""
     forward = NativeSparseAttention.forward
 
@@ -79,15 +71,15 @@ def test_a_wrong_layer_gets_no_time(
         return forward(self, x) * (1.0 if x.dtype == torch.float64 else scale)
 
     monkeypatch.setattr(NativeSparseAttention, "forward", broken)
-    monkeypatch.setattr(host, "host_times", lambda *given: pytest.fail("something wrong is timed"))
-    assert not bench(providers=("nsa",), cases=("host.module",))
-    assert capsys.readouterr().out.count("WRONG: ") == 4
+    code, rows = bench(providers=("nsa",))
+    assert code == 1
+    assert [(row.correct, row.ms_p50) for row in rows] == [(False, None)] * 4
 
 
 def test_only_the_call_is_timed() -> None:
-    """And not what the device still has to do, nor what is undone between two calls."""
-    timing = host.host_times(lambda: time.sleep(0.002), lambda: time.sleep(0.02), CPU, 3)
-    assert 2 <= timing.p50 < 15
+    """Device work and the reset between two calls are not timed."""
+    timing = host.host_times(lambda: time.sleep(0.002), lambda: time.sleep(0.02), CPU)
+    assert 2 <= timing.ms_p50 < 15
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +87,4 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     why = r"nsa bench host: not installed: transformers\. Install with: pip install"
     with pytest.raises(UsageError, match=why):
         bench()
-    assert bench(providers=("nsa",), modes=("fwd",), cases=("host.function",))
+    assert bench(providers=("nsa",), modes=("fwd",))[0] == 0

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.bench.report import guard, of_one_batch, series, write_report
+from nsa.bench.report import Results, guard, of_one_batch, result_table, series, write_report
 from nsa.bench.rows import (
     Row,
-    figures,
+    index_rows,
     is_void,
     newest_rows,
+    of_one_gpu,
     origin,
     outcomes,
     reaches,
     read_rows,
     targets,
 )
-from nsa.bench.table import Results, result_table
 from nsa.errors import UserError
 from nsa.train import environment
 from tests.bench.rows import H200, SOUND, WRONG, make_row, training, write_rows
@@ -61,7 +61,7 @@ def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for changes in ({"ms_p50": 1.23456789}, {**WRONG, "variant": {"lr": 1.23456789}}):
         results = Results(path, CPU)  # the second appends
         results.add(**{**given, **changes})
-        assert results.finish() == (changes.get("correct") is None)
+        assert results.finish() == int("correct" in changes)
         made += results.rows
     assert read_rows([path]) == made
     assert (made[0].ms_p50, made[1].variant) == (1.23457, {"lr": 1.23456789})
@@ -72,8 +72,6 @@ def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("line", "why"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "argument after ** must be a mapping, not list"),
-        (json.dumps({"case": "x"}), "required positional arguments: 'run_id', 'device'"),
         (json.dumps({**SOUND, "speed": 1}), "unexpected keyword argument 'speed'"),
         (json.dumps({**SOUND, "correct": False}), "a time without a correct result"),
     ],
@@ -89,21 +87,21 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, why: str) -> 
 def test_the_commit_is_git_s_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     code: dict[str, Any] = {"commit": None, "dirty": None, "note": "no git"}
     monkeypatch.setattr(environment, "code_version", lambda: code)
-    assert [origin(CPU, given)["commit"] for given in ("abc", None)] == ["abc", None]
+    assert origin(CPU, "abc")["commit"] == "abc"
     code.update(commit="def", dirty=True)
     here = origin(CPU, "abc")
-    assert [here[name] for name in ("commit", "dirty", "device", "gpu")] == [
+    assert (here["commit"], here["dirty"], here["device"], here["gpu"]) == (
         "def",
         True,
         "cpu",
         None,
-    ]
+    )
     assert here["run_id"] != origin(CPU)["run_id"]
 
 
 # --- Targets
 def said(row: Row, *others: Row) -> list[str]:
-    return [text for text, _ in outcomes(row, figures([*others, row]))]
+    return [text for text, _ in outcomes(row, index_rows([*others, row]))]
 
 
 WHOLE = {"seq_len": 65_536, "mode": "fwd_bwd", "batch": 1, **H200}
@@ -127,10 +125,8 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
             [make_row(case="attention.window", **H200, ms_p50=0.3)],
             ["0.3: target 0.36 pass, stretch 0.28 FAIL"],
         ),
-        ([make_row(case="attention.window", ms_p50=0.3)], []),  # another GPU
         ([OURS, DENSE], ["0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL"]),
         ([OURS, replace(DENSE, run_id="another")], []),
-        ([OURS, replace(DENSE, batch=2)], []),
         (
             [make_row(**SELECTED, choice="shared16", ms_p50=1.5), make_row(**SELECTED, ms_p50=2.0)],
             ["0.75 of random: target 0.8 pass"],
@@ -148,7 +144,6 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
             [make_row(**STEP, ms_p50=1.0), FAST, replace(FAST, provider="dense-fa2", ms_p50=9.0)],
             ["7 times dense: target 6.5 pass, stretch 9 FAIL"],
         ),
-        ([FAST], ["0.76 of copy bandwidth: target 0.75 pass"]),
         # of the fastest alone
         ([replace(FAST, provider="dense-fa2", ms_p50=9.0), FAST], []),
         (
@@ -178,9 +173,9 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str,
     one = training("nsa", 1.0, **{**TWO, "num_gpus": 1, "tokens_per_s": 1e6}, settings=settings)
     one = replace(one, run_id="another")
     different = replace(one, settings={**settings, **other}, tokens_per_s=1.2e6)
-    assert "  1.86" in result_table([one, different, two]).splitlines()[3]
-    assert "1.86" not in result_table([different, two])
-    assert "1.86" not in result_table([replace(one, commit="b"), two])
+    assert of_one_gpu(two, index_rows([one, different])) == pytest.approx(1.86)
+    assert of_one_gpu(two, index_rows([different])) is None
+    assert of_one_gpu(two, index_rows([replace(one, commit="b")])) is None
 
 
 def test_the_file_of_targets_is_sound() -> None:
@@ -200,20 +195,18 @@ def test_the_file_of_targets_is_sound() -> None:
     ],
 )
 def test_a_ratio_to_a_slow_dense_is_void(dense: Row, ours: Row) -> None:
-    assert is_void(ours, figures([dense, ours]))
+    assert is_void(ours, index_rows([dense, ours]))
     better = replace(dense, of_copy=0.76, tokens_per_s=661e3)
-    assert not is_void(ours, figures([better, ours]))
+    assert not is_void(ours, index_rows([better, ours]))
     assert " void" in result_table([dense, ours])
 
 
 # --- The report
 def test_table() -> None:
     failed = make_row(**WHOLE, provider="narrow", **WRONG)
-    lines = result_table([DENSE, OURS, failed]).splitlines()
-    assert lines[1].split()[-3:] == ["1", "1", "5"]
-    assert lines[2].endswith("0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL")
-    where = "attention, narrow, seed, random, S 65,536, fwd_bwd"
-    assert lines[3] == f"without a time: {where}: dq is wrong"
+    *_, ours, reason = result_table([DENSE, OURS, failed]).splitlines()
+    assert ours.endswith(" | 0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL |")
+    assert reason.endswith(": attention, narrow, seed, random, S 65,536, fwd_bwd: dq is wrong")
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +289,10 @@ def decoding(ms: float, dense_ms: float = 4.0) -> list[Row]:
     ]
 
 
+def verdicts(lines: list[str]) -> list[str]:
+    return [line.split()[-2] for line in lines[0].splitlines()[2:]]
+
+
 COUNTS = "2 ratios compared, {} worse by more than {}%, 0 without a baseline, 0 wrong rows"
 
 
@@ -305,7 +302,7 @@ def test_ratios_and_not_times_are_compared(made: Any) -> None:
     assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
     lines, passed = guard(made(2.11), made(2.0), 0.05)
     assert (lines[-1], passed) == (COUNTS.format(1, 5), False)
-    assert [line.split()[-1] for line in lines[1:3]] == ["WORSE", "ok"]
+    assert verdicts(lines) == ["WORSE", "ok"]
     assert guard(made(2.11), made(2.0), 0.06)[1]
 
 
@@ -320,8 +317,6 @@ def refused(rows: list[Row], baseline: list[Row]) -> bool:
     [
         {"micro_batch": 2},
         {"compile": False},
-        {"cuda_graphs": False},
-        {"checkpointing": "full"},
         {"document_mask": True},
         {"gpu": "another"},
     ],
@@ -340,7 +335,7 @@ def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
 
 def test_what_the_guard_compares() -> None:
     lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)  # memory, too
-    assert [line.split()[-1] for line in lines[1:3]] == ["ok", "WORSE"]
+    assert verdicts(lines) == ["ok", "WORSE"]
     unmasked = replace(steps(2.0)[1], provider="dense-unmasked")  # no ratio of this library
     lines, _ = guard([*steps(2.0), unmasked], steps(2.0), 0.05)
     assert lines[-1] == COUNTS.format(0, 5)

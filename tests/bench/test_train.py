@@ -17,16 +17,15 @@ from nsa import cli
 from nsa.bench import train
 from nsa.bench.rows import Row, read_rows
 from nsa.bench.train import (
-    as_measured,
     check_model,
+    communication_us,
     differences,
     fault_of,
-    find_subjects,
+    find_runs,
     gate_config,
+    measure_steps,
     rebatch,
 )
-from nsa.bench.train_run import communication_us, measure_steps
-from nsa.errors import UserError
 from nsa.lm.baseline import dense_of_equal_size, parameters_by_part
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
@@ -44,24 +43,19 @@ PATTERN |= {"num_selected_blocks": 4, "window_size": 32}
 
 
 def write_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
-    """The model of the trainer's own tests, over a few kilobytes of text."""
+    """A model with one layer, and steps of two sequences of 64 tokens."""
     model = {"width": MODEL.width, "num_layers": 1, "mlp_hidden_size": 64, "nsa": PATTERN}
     data = {"source": "folder", "path": str(write_text(folder / "text"))}
-    content = {"model": model, "data": data, "compute_dtype": "fp32", "device": "cpu", **changes}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
-
-
-def small_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
-    """With steps of two windows of 64 tokens."""
     batch = {"seq_len": 64, "micro_batch": 2, "accumulation": 1, "global_batch": 2}
-    return write_config(folder, name, **{**batch, **changes})
+    content = {"model": model, "data": data, "compute_dtype": "fp32", "device": "cpu", **batch}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**content, **changes}), encoding="utf-8")
+    return path
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return small_config(tmp_path)
+    return write_config(tmp_path)
 
 
 def run(path: Path, words: str = "") -> tuple[int, list[Row]]:
@@ -78,7 +72,7 @@ NSA_STEPS = "--provider nsa --mode fwd_bwd"
 def test_sparse_and_dense_models_in_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = small_config(tmp_path, optim={"grad_clip": 0.5})
+    path = write_config(tmp_path, optim={"grad_clip": 0.5})
     code, rows = run(path, "--variant split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
     names = ("nsa", "dense", "dense-matched", "split")
@@ -90,7 +84,7 @@ def test_sparse_and_dense_models_in_one_run(
         point = (row.case, row.shape, row.choice, row.seq_len, row.batch, row.dtype)
         assert point == ("train", "tiny", "model", 64, 2, "float32")
         assert None not in (row.ms_p20, row.ms_p50, row.ms_p80, row.tokens_per_s, row.tflops_useful)
-        assert (row.mfu, row.peak_mib, row.gpu, row.samples) == (None, None, None, 2)
+        assert (row.mfu, row.peak_mib, row.gpu) == (None, None, None)
         assert (row.loss_nats is None) == (row.mode == "fwd")
         assert set(row.errors) >= {"loss", "dattention", "dmlp", "dembedding", "dhead"}
     settings, matched = rows[0].settings or {}, rows[4].settings or {}
@@ -111,7 +105,7 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
     data = {"source": "folder", "path": str(write_text(tmp_path / "text")), "document_mask": False}
     odd: dict[str, Any] = {"seq_len": 32, "micro_batch": 1, "accumulation": 3, "global_batch": 3}
     odd |= {"log_every": 1, "eval_every": 2, "checkpoint_every": 1, "data": data}
-    path = small_config(tmp_path, **odd, sample_tokens=5, telemetry=False)
+    path = write_config(tmp_path, **odd, sample_tokens=5, telemetry=False)
     _, (row,) = run(path, NSA_STEPS)
     assert row.settings is not None
     assert (row.seq_len, row.batch, row.changed, row.is_masked) == (32, 3, {}, False)
@@ -125,7 +119,7 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_unmasked_dense_model(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, rows = run(path, "--provider nsa,dense --dense-unmasked --mode fwd_bwd --seed 3")
+    _, rows = run(path, "--provider nsa,dense,dense-unmasked --mode fwd_bwd --seed 3")
     found = [(row.provider, row.is_masked, row.batch) for row in rows]
     assert found == [("nsa", True, 2), ("dense", True, 2), ("dense-unmasked", False, 2)]
     assert rows[2].changed == {"seed": 3, "model.attention": "dense", "data.document_mask": False}
@@ -138,16 +132,17 @@ def test_a_step_lasts_until_the_next_one(path: Path, monkeypatch: pytest.MonkeyP
     train_step = Trainer.train_step
 
     def uneven(self: Trainer, *args: Any) -> Any:
-        time.sleep(1.0 if self.state.progress.step < 5 else 0.1)  # three are profiled
+        step = self.state.progress.step  # three are profiled
+        time.sleep(1.0 if step < 5 else 3.0 if step == 7 else 0.1)
         return train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", uneven)
-    found, _ = measure_steps(as_measured(load_config(path), 2, 2), CPU, 2, 2)
-    assert found.timing.samples == 2
-    assert 0 < 2 * found.timing.p20 <= 1000 * found.seconds * 1.01
-    assert found.timing.p20 < 1000
-    assert (found.peak_mib, found.kernel_us) == (None, {})  # on a CPU
-    assert (found.loss_nats or 0) > 0
+    found, _ = measure_steps(load_config(path), CPU, 2, 3)
+    assert found["samples"] == 3
+    assert 100 <= found["ms_p20"] < 1000
+    assert found["tokens_per_s"] < 3 * 128 / 3.2
+    assert not {"peak_mib", "kernels"} & found.keys()  # on a CPU
+    assert found["loss_nats"] > 0
 
 
 def without_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +168,7 @@ def too_large(hidden_states: Callable[..., Any]) -> Callable[..., Any]:
         (NativeSparseAttention, "_attend", without_gradient, "d"),  # with the right loss
     ],
 )
-def test_a_wrong_model_gets_no_figure(
+def test_a_wrong_model_gets_no_time(
     kind: type,
     method: str,
     wrong: Callable[[Any], Any],
@@ -196,36 +191,26 @@ def test_the_gate_of_a_deep_model(path: Path) -> None:
     config = replace(config, model=model, checkpointing=policy)
     small = gate_config(config)
     assert (small.model.num_layers, small.checkpointing.policy, small.seq_len) == (2, "full", 64)
-    assert check_model(config, CPU).correct is True
-
-
-def one_row(path: Path, monkeypatch: pytest.MonkeyPatch, **seen: Any) -> tuple[int, Row]:
-    """Exit code and row of a run of which something else was seen."""
-
-    def measure(*arguments: Any) -> Any:
-        found, trainer = measure_steps(*arguments)
-        return replace(found, **seen), trainer
-
-    monkeypatch.setattr(train, "measure_steps", measure)
-    code, (row,) = run(path, "--provider dense --mode fwd_bwd")
-    return code, row
+    assert check_model(small, CPU)["correct"]
 
 
 def test_steps_that_are_not_finite_get_no_figure(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, row = one_row(path, monkeypatch, nonfinite=3)
+    train_step = Trainer.train_step
+
+    def overflow(self: Trainer, *args: Any) -> Any:
+        return train_step(self, *args) * torch.tensor([torch.inf, 1, 1]) + torch.tensor([0, 0, 1])
+
+    monkeypatch.setattr(Trainer, "train_step", overflow)
+    code, (row,) = run(path, "--provider dense --mode fwd_bwd")
     assert (code, row.correct, row.ms_p50) == (1, False, None)
-    assert row.note == "loss or gradient was not finite in 3 steps"
-
-
-def test_speed_counts_the_time_between_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one_row(path, monkeypatch, seconds=4.0)[1].tokens_per_s == 2 * 128 / 4.0
+    assert str(row.note).startswith("loss or gradient not finite in step 1")
 
 
 FORWARD = ["range_fwd_kernel", "select_kernel", "selected_fwd_kernel", "nvjet_gemm"]
 BOTH = [*FORWARD, "range_dq_kernel", "range_dkv_kernel", "selected_dq_kernel"]
-FLASH, CUDNN = "pytorch_flash::flash_fwd_kernel", "cudnn_generated_fort_native_sdpa_fprop"
+FLASH = "pytorch_flash::flash_fwd_kernel"
 
 
 @pytest.mark.parametrize(
@@ -233,12 +218,10 @@ FLASH, CUDNN = "pytorch_flash::flash_fwd_kernel", "cudnn_generated_fort_native_s
     [
         ("nsa", True, FORWARD, "fwd", None),
         ("nsa", True, FORWARD, "fwd_bwd", "no kernel with range_dq in its name ran"),
-        ("nsa", True, BOTH, "fwd_bwd", None),
         ("nsa", True, [*BOTH, FLASH], "fwd_bwd", "which is attention of another library"),
         ("dense", True, [FLASH], "fwd", None),
         ("dense", True, ["nvjet_gemm"], "fwd", "no kernel with flash or fmha or cudnn or"),
         ("dense", False, [FLASH], "fwd", "no kernel with cudnn in its name ran"),
-        ("dense", False, [CUDNN], "fwd", None),
     ],
 )
 def test_kernels_are_judged_by_the_model(
@@ -279,24 +262,20 @@ def test_a_run_that_ends_early_says_why(
 
 # --- What is run
 def test_two_configurations_side_by_side(tmp_path: Path) -> None:
-    paths = [small_config(tmp_path, "a"), small_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
-    first, second = find_subjects(paths, {"steps": "7"})
+    paths = [write_config(tmp_path, "a"), write_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
+    first, second = find_runs(paths, {"steps": "7"})
     assert (first.name, first.base, first.config.steps) == ("nsa", None, 7)
     assert (second.name, second.base) == ("b", first.config)
     assert differences(first.config, second.config) == {"seed": 3, "optim.lr": 0.01}
-    with pytest.raises(UserError, match="--nonsense"):
-        find_subjects(paths, {"nonsense": "7"})
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--variant a:compile", "--variant must be NAME:KEY=VALUE,.."),
         ("--variant a:seed=1,seed=2", "with each key once"),
-        ("--variant a:compile=true --variant a:seed=1", "must be none of a, dense,"),
-        ("--variant dense:seed=1", "the name of a run must be none of dense,"),
+        ("--variant a:compile=true --variant a:seed=1", "the names of runs must differ"),
+        ("--variant dense:seed=1", "the names of runs must differ"),
         ("--micro-batch 3 --tokens 256", "micro_batch must divide the 4 sequences of a step"),
-        ("--micro-batch 4", "at most the 2 sequences of a step, got 4. Give --tokens, too."),
         ("--world-size 2 --global-batch 4", "world_size must be 1 or 1, got 2. Start several"),
     ],
 )
@@ -311,13 +290,11 @@ def test_bad_words_of_the_command(
     ("changes", "batch"),
     [
         ({}, {}),
-        ({"seq_len": 8192}, {"seq_len": 8192}),
         ({"tokens": 16_384}, {"accumulation": 4, "global_batch": 8}),
         (
             {"tokens": 65_536, "micro_batch": 32},
             {"micro_batch": 32, "accumulation": 1, "global_batch": 32},
         ),
-        ({"world_size": 2}, {"accumulation": 1, "world_size": 2}),
         ({"world_size": 4}, {"micro_batch": 1, "accumulation": 1, "world_size": 4}),
     ],
 )
@@ -334,7 +311,7 @@ def test_a_batch_that_processes_cannot_divide() -> None:
         rebatch(load_config("78m"), world_size=3)
 
 
-@pytest.mark.parametrize("name", ["78m", "117m", "gpu-small", "cpu-small"])
+@pytest.mark.parametrize("name", ["78m", "cpu-small"])
 def test_the_matched_model_has_as_many_parameters(name: str) -> None:
     model = load_config(name).model
     matched = dense_of_equal_size(model)
@@ -349,7 +326,7 @@ def test_the_matched_model_has_as_many_parameters(name: str) -> None:
 def test_one_process_and_two(tmp_path: Path) -> None:
     """The same global batch, divided; buckets of gradients are settings."""
     batch: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
-    config, out = small_config(tmp_path, **batch), tmp_path / "rows.jsonl"
+    config, out = write_config(tmp_path, **batch), tmp_path / "rows.jsonl"
     options = f"--config {config} {NSA_STEPS} --warmup 1 --steps 2 --out {out}"
     words = ("bench", "train", *options.split())
     with Nsa(*words, said=tmp_path / "said") as nsa:
@@ -372,31 +349,23 @@ def test_one_process_and_two(tmp_path: Path) -> None:
     assert [row.exposed_ms for row in rows] == [None] * 3  # of GPUs alone
 
 
-SENT, COPY = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "copy"
+SENT = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 @pytest.mark.parametrize(
-    ("events", "found"),
+    ("spans", "found"),
     [
         ([], (0, 0, 0)),
-        ([(SENT, 10, 5)], (5, 5, 0)),
-        ([("gemm", 0, 20), (SENT, 5, 10)], (10, 0, 0)),
-        ([("gemm", 0, 10), (SENT, 5, 10)], (10, 5, 0)),
-        ([(SENT, 0, 10), (SENT, 5, 10)], (15, 15, 0)),  # two at a time count once
-        ([("a", 0, 4), ("b", 6, 4), (SENT, 2, 6)], (6, 2, 0)),
-        ([("a", 0, 1), (SENT, 50, 1)], (1, 1, 49)),  # idle time is not communication
-        ([(COPY, 0, 10), (SENT, 0, 10)], (10, 0, 0)),  # copies hide it, too
-        ([("launch on the host", 0, 9)], (0, 0, 0)),
+        ([(10, 15, SENT)], (5, 5, 0)),
+        ([(0, 20, "gemm"), (5, 15, SENT)], (10, 0, 0)),
+        ([(0, 10, "gemm"), (5, 15, SENT)], (10, 5, 0)),
+        ([(0, 10, SENT), (5, 15, SENT)], (15, 15, 0)),  # two at a time count once
+        ([(0, 4, "a"), (6, 10, "b"), (2, 8, SENT)], (6, 2, 0)),
+        ([(0, 1, "a"), (50, 51, SENT)], (1, 1, 49)),  # idle time is not communication
     ],
 )
 def test_exposed_is_what_nothing_else_hides(
-    events: list[tuple[str, int, int]], found: tuple[float, ...]
+    spans: list[tuple[float, float, str]], found: tuple[float, ...]
 ) -> None:
-    kinds = {COPY: "gpu_memcpy", "launch on the host": "cuda_runtime"}
-    trace = [
-        {"ph": "X", "cat": kinds.get(name, "kernel"), "name": name, "ts": begin, "dur": length}
-        for name, begin, length in events
-    ]
-    trace.append({"ph": "i", "cat": "kernel", "name": SENT})
-    for order in (trace, trace[::-1]):
+    for order in (spans, spans[::-1]):
         assert communication_us(order) == found

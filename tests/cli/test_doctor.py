@@ -92,7 +92,7 @@ def test_kernels_of_a_shape(nsa, refusal):
     assert "selected branch: the tiled algorithm, because in sequences so short" in short
     assert re.search(r"compressed_attention_fwd: \d+ rows, .*\(measured on NVIDIA H200\)", short)
     assert "gather_fwd" not in short
-    long = "\n".join(doctor._kernels(parse_shape("64x4x256x128").config(), 65_536, "fp32"))
+    long = "\n".join(doctor._kernels(parse_shape("64x4x256x128"), 65_536, "fp32"))
     assert "decided on the GPU in each call" in long
     assert re.search(r"selected_gather_fwd: 16 rows, 16 keys, 8 warps, 1 stages \(default of", long)
     assert "--shape and --seq must be given together" in refusal("doctor --shape seed")
