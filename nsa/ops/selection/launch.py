@@ -13,7 +13,6 @@ from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.tuning import Tile, tile_for
-from nsa.ops.selection.approximate import select_approximate_kernel
 from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import to_fp8
 
@@ -104,21 +103,16 @@ def select_blocks_forward(
     k_scale: Tensor | None = None
     if selection.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
-    is_exact = q_scale is None and coarse is None
 
     def plan() -> Launch:
-        tile = tile_for("select_blocks", inputs[0], inputs[1])
-        tile = fitted(tile, selection, keys, coarse is not None)
+        tile = fitted(tile_for("select_blocks", *inputs), selection, keys, coarse is not None)
         constants = constants_of(q, k, keys, softmax_scale, selection, tile)
+        constants["NUM_COARSE"] = 0 if coarse is None else coarse.shape[-1]
         grid = (keys.sequences.num_tiles(q.shape[0], tile.rows, keys.sequences.len_q), k.shape[1])
-        if is_exact:
-            return Launch(select_kernel, grid, **constants)
-        num_coarse = 0 if coarse is None else coarse.shape[-1]
-        more = {"FACTOR": selection.factor, "NUM_COARSE": num_coarse}
-        return Launch(select_approximate_kernel, grid, **constants, **more)
+        return Launch(select_kernel, grid, **constants, FACTOR=selection.factor)
 
-    scales = () if is_exact else (q_scale, k_scale, coarse)
-    once(plan)(q, k, lse, *scales, out, *keys.arguments(), q.shape[0])
+    scales = (q_scale, k_scale)
+    once(plan)(q, k, lse, *scales, coarse, out, *keys.arguments(), q.shape[0])
 
 
 def constants_of(
