@@ -174,7 +174,7 @@ class Sequences:
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
         return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
 
-    def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
+    def blocks_of(self, config: NSAConfig) -> tuple[Tensor | None, int]:
         """Offsets of the compressed blocks, and an upper bound on the blocks per sequence.
 
         The offsets are None if all sequences have equal length.

@@ -79,7 +79,7 @@ def test_step(name):
 def test_any_number_of_programs(splits, monkeypatch):
     """The selection in chunks of 63 blocks, too: some 17 of the longest sequence."""
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
-    monkeypatch.setattr(launch, "MOST_RANKED", 64)
+    monkeypatch.setattr(launch, "MAX_RANKED", 64)
     Decoded.of(CASES["bf16 G6 D64 mlp, 8 queries"]).check()
 
 

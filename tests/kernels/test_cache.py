@@ -9,7 +9,7 @@ import torch
 from nsa import NSACache
 from nsa.cache import cache
 from nsa.module import NativeSparseAttention
-from nsa.ops.range.ops import window_attention_op
+from nsa.ops.range import window_attention_op
 from tests.ops.cases import small
 
 CHUNKS = (37, 9, 12)  # the first is alone, the others come behind a past

@@ -322,7 +322,7 @@ def test_selection_in_chunks(ranked):
     """Programs of 15 or 31 blocks each, whose best are merged; most have none of a short one."""
     config = small(**ONE_KV_HEAD, num_selected_blocks=6, num_selected_blocks_table=((-1, 240, 5),))
     module = layer(config)
-    check_steps(module, (14, 238, 511), (3,), MOST_RANKED=ranked)
+    check_steps(module, (14, 238, 511), (3,), MAX_RANKED=ranked)
 
 
 def test_equal_scores_select_the_lowest_blocks():
@@ -330,7 +330,7 @@ def test_equal_scores_select_the_lowest_blocks():
     module = layer(small(**ONE_KV_HEAD, num_selected_blocks=6))
     module.q_proj.weight.zero_()
     for ranked in (16, 1024):
-        (step,) = check_steps(module, (400, 14), (2,), MOST_RANKED=ranked)
+        (step,) = check_steps(module, (400, 14), (2,), MAX_RANKED=ranked)
         assert step.ids is not None
         assert step.ids[0, :, 0].tolist() == [[0, 1, 2, 3, 24, 25]] * 2
 

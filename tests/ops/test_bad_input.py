@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa
 from nsa import PhiWeights
 from nsa.ops.embedding import embed
-from nsa.ops.selection.ops import check_fp8
+from nsa.ops.selection.launch import check_fp8
 from tests.ops.cases import make_batch, offsets, small
 
 CONFIG = small()

@@ -126,9 +126,9 @@ def decode_merge_kernel(
     _, place, _ = query_rows(row, b, head, cached, P)
     ok = row < end_row
     rows = (gates_ptr, place, row, ok)
-    shares = (partial_ptr, lse_ptr, first)
+    parts = (partial_ptr, lse_ptr, first)
     if SPLITS.slc == 0:
-        y = gated_sum(shares, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
+        y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
         store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
     else:
         m = tl.arange(0, BLOCK_M)
@@ -164,6 +164,6 @@ def decode_merge_kernel(
             store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV, HEADS.BLOCK_DV)
             counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
             if is_last(counter, SPLITS.slc):
-                y = gated_branch(shares, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
+                y = gated_branch(parts, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
                 y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
                 store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)

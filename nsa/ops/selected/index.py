@@ -52,8 +52,7 @@ class SelectedBlocks(NamedTuple):
         return cls(slots, block_size, SCATTER_THRESHOLD * slots)
 
 
-@dataclass(frozen=True)
-class Lists:
+class Lists(NamedTuple):
     """Blocks selected by the queries of each tile.
 
     Attributes:
@@ -66,10 +65,6 @@ class Lists:
     block: Tensor
     query_mask: Tensor
     count: Tensor
-
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the kernel arguments."""
-        return self.block, self.query_mask, self.count
 
 
 @dataclass(frozen=True)

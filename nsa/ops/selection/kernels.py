@@ -327,7 +327,14 @@ def select_kernel(
                     for h in tl.range(0, G, num_stages=TILE.stages):
                         number_q = head_kv * G + h
                         head = load_head(
-                            q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, number_q, stride_q, HEADS
+                            q_ptr,
+                            q_scale_ptr,
+                            lse_ptr,
+                            queries,
+                            num_rows,
+                            number_q,
+                            stride_q,
+                            HEADS,
                         )
                         p += probabilities(head, k, k_scale, scale, SCALED)
                 carry, best = rank_blocks(

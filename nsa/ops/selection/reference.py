@@ -37,6 +37,11 @@ class SelectionInputs(NamedTuple):
     lse: Tensor
 
 
+def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
+    """Allocate the selected blocks, int32 ``[T, Hkv, n]``."""
+    return q.new_empty(q.shape[0], k.shape[1], num_blocks, dtype=torch.int32)
+
+
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
     """Nonzero weights of Eq. 9, ``overlap(i, j) / d``, by the offset ``i - j * l' / d``."""
     length = config.compress_block_size // config.compress_stride
