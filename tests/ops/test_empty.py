@@ -81,6 +81,6 @@ def test_tokens_of_no_sequence():
             window_attention(q, k, k, config, cu_seqlens_q=cu, backend="reference")
         with pytest.raises(ValueError, match=rf"cu_seqlens must {rule}"):
             Sequences.packed(cu, 8, num_tokens=5)
-        with pytest.raises(ValueError, match="sequences must hold as many tokens as x"):
+        with pytest.raises(ValueError, match="sequences must contain as many tokens as x"):
             NativeSparseAttention(48, config)(torch.zeros(5, 48), sequences=Sequences.packed(cu, 8))
     check_inputs(config, cu_seqlens_q=cu)
