@@ -14,7 +14,6 @@ from torch import Tensor
 from nsa import (
     NativeSparseAttention,
     Sequences,
-    blocks_to_ranges,
     check_inputs,
     window_attention,
 )
@@ -64,12 +63,6 @@ def test_module(phi, shape, where):
 @pytest.mark.parametrize(("shape", "where"), WHERE.values(), ids=WHERE)
 def test_language_model(attention, shape, where):
     check_language_model(attention, shape, where)
-
-
-def test_ranges():
-    for shape in ((0, 40), (2, 0), (0,)):
-        ids = torch.zeros(*shape, 2, 4, dtype=torch.int32)
-        assert blocks_to_ranges(ids, small()).shape == (*shape, 2, 4, 2)
 
 
 def test_tokens_of_no_sequence():
