@@ -13,13 +13,13 @@ import torch
 
 from nsa.bench import attention, cases, clock, decode, tune
 from nsa.bench.attention import PROVIDERS, Work, bench_attention
-from nsa.bench.cases import Point, Shape, make_tensors, parse_shape
+from nsa.bench.cases import Point, Shape, parse_shape
 from nsa.bench.clock import Timing
 from nsa.bench.rows import read_rows
 from nsa.config import NSAConfig
 from nsa.lm.baseline import parameters_by_part
 from nsa.lm.config import LMConfig
-from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
+from nsa.ops._triton.tuning import TileKey
 
 SMALL = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
 SMALL |= {"num_selected_blocks": 4, "window_size": 32}
@@ -45,24 +45,6 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch):
     assert str(bench.fault(tasks[0], other)).startswith(
         "S 128: attention.window out: error 1 is above",
     )
-
-
-def test_other_tiles_are_looked_up_though_launches_are_replayed():
-    shape, cpu = parse_shape("3x1x16x16"), torch.device("cpu")
-    point, config = Point(shape, 128, 1, "random", torch.float32, cpu), shape.config(SMALL)
-    case = cases.CASES["attention.window"]
-    problem = cases.prepare(case, make_tensors(point, config), point, config, "triton")
-    work, seen = PROVIDERS["nsa"].work(problem), set[str]()
-    for mode in case.modes * 4:
-        work.run(mode)
-
-    def choose(key: TileKey, tile: Tile) -> Tile:
-        seen.add(key.kernel)
-        return tile._replace(rows=16)
-
-    with tiles_chosen_by(choose):
-        work.run("fwd_bwd")
-    assert seen == {f"window_attention_{name}" for name in ("fwd", "dq", "dkv")}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -56,14 +56,7 @@ def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     [(0, 32, 6, 60), (0, 32, 1, 32), (300, 32, 4, 30), (700, 64, 6, 60)],
     ids=["short", "32 queries", "with a past", "64 blocks"],
 )
-def test_lists(
-    monkeypatch,
-    dtype,
-    past,
-    word,
-    group,
-    rows,
-):
+def test_lists(monkeypatch, dtype, past, word, group, rows):
     """All ways find the expected lists and equal counts."""
     lengths = [70, 0, 33]
     queries, keys = ([n + more * bool(n) for n in lengths] for more in (0, past))
