@@ -101,7 +101,7 @@ def load_head(q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head, stride_q, HE
     Scales are unused without ``q_scale_ptr``.
     """
     q_at = queries.token * stride_q[0] + head * stride_q[1]
-    q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D, True)
+    q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D)
     at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
     lse = tl.load(lse_ptr + at, mask=queries.ok, other=float("inf")) * LOG2_E
     return q, lse, load_scales(q_scale_ptr, queries.token, queries.ok, head, HEADS.HQ)
@@ -111,7 +111,7 @@ def load_head(q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head, stride_q, HE
 def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
     """Load compressed keys ``[BLOCK_C, BLOCK_D]`` of one head by their index in the sequence."""
     row = queries.first_key + key
-    return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D, True)
+    return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D)
 
 
 @triton.jit
