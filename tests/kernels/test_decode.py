@@ -17,6 +17,7 @@ from nsa.config import BRANCHES
 from nsa.ops._plan import PLANS
 from nsa.ops.decode import launch
 from nsa.ops.decode.layout import Splits
+from nsa.ops.range import window_attention_op
 from tests.ops.cases import offsets, small
 from tests.ops.decoding import Decoded
 from tests.ops.poison import poisoned_memory
@@ -251,6 +252,22 @@ def test_chunks_between_steps():
         take = step(module, whole.layers[0], part[None])[0] if i % 2 else None
         parts.append(module(part, cache=whole.layers[0]) if take is None else take)
     assert_rows(module, torch.cat(parts), x)
+
+
+def test_chunks_of_a_prompt():
+    """The first chunk is alone and uses the operator for all branches, the others follow a past."""
+    module, chunks = layer(small(num_heads=2, num_kv_heads=1, value_dim=16)), (37, 9, 12)
+    x, launches, parts = tokens(sum(chunks)), list[int](), list[Tensor]()
+    (layer_cache,) = NSACache(module.config, 1, max_tokens=60).layers
+    for chunk in x.split(chunks):
+        with (
+            mock.patch.object(cache, "choose_backend", return_value="triton"),
+            mock.patch("nsa.ops.range.window_attention_op", wraps=window_attention_op) as launched,
+        ):
+            parts.append(module(chunk, cache=layer_cache))
+        launches.append(launched.call_count)
+    assert_rows(module, torch.cat(parts), x)
+    assert launches == [0, 1, 1]
 
 
 def test_layers_share_lengths():
