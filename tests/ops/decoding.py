@@ -23,12 +23,12 @@ RAW = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
 
 @dataclass
 class Decoded:
-    """A cache that holds all tokens of a case but its queries.
+    """A cache that contains all tokens of a case but its queries.
 
     Attributes:
         case: with as many queries for each sequence, up to 8, the last of its tokens.
         x: all tokens.
-        cache: of one layer; its memory held NaN before.
+        cache: of one layer; its memory was NaN before.
     """
 
     case: Case

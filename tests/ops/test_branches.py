@@ -73,7 +73,7 @@ def check(
     d_out = batch.normal(*out.shape)
     out.backward(d_out)
     wanted = expected(branch, batch, inputs, d_out, softmax_scale)
-    # Rows of compressed keys that no sequence owns hold NaN here; nobody read them.
+    # Rows of compressed keys that no sequence owns are NaN here; nobody read them.
     real = wanted[3].shape[0]
     assert not bool(torch.cat([grad(x)[real:].flatten() for x in leaves[1:]]).any())
     found = [out, lse, grad(leaves[0]), grad(leaves[1])[:real], grad(leaves[2])[:real]]

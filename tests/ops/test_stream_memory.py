@@ -335,7 +335,7 @@ CALLS = {
 
 @pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
 def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of slots beyond this are held in segments, with more memory of the side stream."""
+    """Partial results above this size are kept in segments, with more memory of the side stream."""
     monkeypatch.setattr(triton_launch, "SMALL", request.param)
 
 

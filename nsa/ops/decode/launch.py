@@ -194,6 +194,26 @@ def attend(
     return out
 
 
+class _StepPlan(NamedTuple):
+    """Plan of :func:`attend`.
+
+    Attributes:
+        parts: shape of the partial outputs of every row (queries by heads).
+        scores: shape of the scores, ``[B * Hkv, queries * G, max blocks]``.
+        best: shape of the best blocks that each program of the selection finds.
+        scan: the compressed branch and the window; None without both.
+        select: the selection, concurrently with a merge of the other branches; None without it.
+        merge: the selected branch, and the gated sum.
+    """
+
+    parts: tuple[int, ...]
+    scores: tuple[int, ...]
+    best: tuple[int, ...]
+    scan: Launch | None
+    select: Launch | None
+    merge: Launch
+
+
 @guarded
 @planned
 def _attend(
@@ -234,26 +254,7 @@ def _attend(
         )
     ids, others = None, lse.new_empty(0)
     if plan.select is not None:
-        best = lse.new_empty(plan.best, dtype=torch.int64)
-        shape = (q.shape[0], config.num_kv_heads, config.num_selected_blocks)
-        ids = lse.new_empty(shape, dtype=torch.int32)
-        others = lse.new_empty(plan.parts[::2] + plan.parts[3:])
-        plan.select(
-            scores,
-            part,
-            lse,
-            gates,
-            lengths,
-            best,
-            cache.counters[0],
-            ids,
-            others,
-            scores.shape[-1],
-            plan.best[1],
-            scale,
-            config.num_init_blocks,
-            config.num_local_blocks,
-        )
+        ids, others = _select(plan, gates, cache, config, scores, part, lse)
     plan.merge(
         q,
         gates,
@@ -274,24 +275,39 @@ def _attend(
     return out, ids
 
 
-class _StepPlan(NamedTuple):
-    """Plan of :func:`attend`.
-
-    Attributes:
-        parts: shape of the partial outputs of every row (queries by heads).
-        scores: shape of the scores, ``[B * Hkv, queries * G, max blocks]``.
-        best: shape of the best blocks that each program of the selection finds.
-        scan: the compressed branch and the window; None without both.
-        select: the selection, concurrently with a merge of the other branches; None without it.
-        merge: the selected branch, and the gated sum.
-    """
-
-    parts: tuple[int, ...]
-    scores: tuple[int, ...]
-    best: tuple[int, ...]
-    scan: Launch | None
-    select: Launch | None
-    merge: Launch
+def _select(
+    plan: _StepPlan,
+    gates: Tensor,
+    cache: CacheTensors,
+    config: NSAConfig,
+    scores: Tensor,
+    part: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Selected blocks, int32 ``[T, Hkv, n]``, and the gated sum of the other branches."""
+    assert plan.select is not None
+    groups, _, rows, value_dim = plan.parts
+    best = lse.new_empty(plan.best, dtype=torch.int64)
+    shape = (gates.shape[0], config.num_kv_heads, config.num_selected_blocks)
+    ids = lse.new_empty(shape, dtype=torch.int32)
+    others = lse.new_empty(groups, rows, value_dim)
+    plan.select(
+        scores,
+        part,
+        lse,
+        gates,
+        cache.lengths,
+        best,
+        cache.counters[0],
+        ids,
+        others,
+        scores.shape[-1],
+        plan.best[1],
+        float(config.head_dim**-0.5),
+        config.num_init_blocks,
+        config.num_local_blocks,
+    )
+    return ids, others
 
 
 def _plan_step(
