@@ -45,7 +45,7 @@ def expected(
 
 def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     """Blocks with their query masks as a kernel wrote them."""
-    count = int(lists.count[head, tile, 2])
+    count = int(lists.counts[head, tile, 2])
     block, mask = lists.block[head, tile, :count], lists.query_mask[head, tile, :count]
     return list(zip(block.tolist(), [m % (1 << 32) for m in mask.tolist()], strict=True))
 
@@ -74,7 +74,7 @@ def test_lists(monkeypatch, dtype, past, word, group, rows):
         lists = make_lists(found, where, group, BLOCK_SIZE, rows, stats, counted=False)
         assert {place: pairs(lists, *place) for place in right} == right
         assert stats.tolist() == [sum(map(len, right.values())), len(right)]
-        results.append([lists.count[place].tolist() for place in right])
+        results.append([lists.counts[place].tolist() for place in right])
     assert results[0] == results[1] == results[2]
 
 

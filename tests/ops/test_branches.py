@@ -158,7 +158,8 @@ def test_combine(on):
     batch = make_batch(small(), (130,))
     outputs = [leaf(batch.normal(5, 26, 4, 32)) if here else None for here in on]
     gates = leaf(batch.gates().unflatten(0, (5, 26)))
-    total, d_total = combine(*outputs, gates), batch.normal(5, 26, 4, 32)
+    cmp, slc, win = outputs
+    total, d_total = combine(cmp, slc, win, gates), batch.normal(5, 26, 4, 32)
     given = [None if out is None else array(out.flatten(0, 1)) for out in outputs]
     near(total.flatten(0, 1), oracle.combine(given, array(gates.flatten(0, 1))))
     total.backward(d_total)
@@ -174,7 +175,8 @@ def test_combine_of_low_precision_with_gates_in_fp32():
     batch = make_batch(small(), (130,))
     outputs = [batch.normal(130, 4, 32).bfloat16() for _ in range(3)]
     gates = batch.gates().float()
-    total = combine(*outputs, gates)
+    cmp, slc, win = outputs
+    total = combine(cmp, slc, win, gates)
     assert total.dtype == torch.bfloat16
     wanted = oracle.combine([array(x) for x in outputs], array(gates))
     assert np.linalg.norm(array(total) - wanted) / np.linalg.norm(wanted) < 2**-8

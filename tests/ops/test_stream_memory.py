@@ -269,7 +269,7 @@ class Call:
         x = torch.zeros(count, number, size, dtype=torch.float32)
         return torch.zeros(count, size, number).transpose(1, 2) if self.strided else x
 
-    def inputs(self) -> tuple[Tensor | None, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """Inputs of the whole; keys and values of a branch are None if they are not read."""
         pattern, keys = self.pattern, list[Tensor | None]()
         q, q_cmp = (self.rows(TOKENS, pattern.num_heads, pattern.head_dim) for _ in "qq")

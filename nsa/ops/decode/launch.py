@@ -315,7 +315,7 @@ def _plan_step(
 ) -> _StepPlan:
     pattern, sizes = pattern_of(config, cache, queries), (config.head_dim, config.value_dim)
     heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
-    constants = {"P": pattern, "HEADS": heads, "SPLITS": splits}
+    constants: dict[str, Any] = {"P": pattern, "HEADS": heads, "SPLITS": splits}
     groups, rows = cache.num_sequences * pattern.HKV, queries * pattern.G
     # Small tiles for wide or fp32 heads, whose matmuls are unrolled.
     width, element_size = max(heads.BLOCK_D, heads.BLOCK_DV), q.element_size()

@@ -8,7 +8,8 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
-from nsa.ops.selection.kernels import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
+from nsa.ops.selection.kernels import INFINITE_BITS, block_scores, sorted_ids
+from nsa.ops.selection.two_stage import LAST_ID
 
 
 @triton.jit

@@ -58,13 +58,13 @@ class Lists(NamedTuple):
     Attributes:
         block: int32 ``[Hkv, tiles, list_len]``, ascending.
         query_mask: same shape; bit i is set if query i of the tile selected the block.
-        count: int32 ``[Hkv, tiles, 4]``: number of blocks fully in the past of every query, fully
+        counts: int32 ``[Hkv, tiles, 4]``: number of blocks fully in the past of every query, fully
             inside the sequence, in total, and before the last two local blocks of every query.
     """
 
     block: Tensor
     query_mask: Tensor
-    count: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)

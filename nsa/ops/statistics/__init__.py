@@ -14,7 +14,6 @@ from nsa.ops._layout import next_power_of_2
 from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
-from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.statistics.reference import (
     AT,
     LARGE,
@@ -64,6 +63,7 @@ def _add_statistics(
 
     def plan() -> Launch:
         from nsa.ops._triton.kernel import Launch
+        from nsa.ops._triton.tuning import MOST_REGISTERS
         from nsa.ops.statistics.kernels import add_statistics_kernel
 
         num_q, num_heads, _ = gates.shape
