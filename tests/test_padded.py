@@ -149,7 +149,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sequences": Sequences.packed(offsets((40,)))},
-        r"sequences must hold as many tokens as x \(60\), got 40",
+        r"sequences must contain as many tokens as x \(60\), got 40",
     ),
     (
         {"attention_mask": ALL, "cache": NSACache(small(), 1, 2, max_tokens=30).layers[0]},

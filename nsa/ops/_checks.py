@@ -31,11 +31,8 @@ def longest(
     if hint is None:
         return _largest(lengths(cu_seqlens)) if upper is None else upper
     check(0 <= hint <= 2**30, function, argument, "be at least 0 and at most 2**30", hint)
-    if reads_contents(cu_seqlens):
-        actual = _largest(lengths(cu_seqlens))
-        check(
-            hint >= actual, function, argument, f"be at least the longest sequence ({actual})", hint
-        )
+    if reads_contents(cu_seqlens) and hint < (actual := _largest(lengths(cu_seqlens))):
+        fail(function, argument, f"be at least the longest sequence ({actual})", hint)
     return hint
 
 
@@ -46,19 +43,20 @@ def check_cu_seqlens(
     device: torch.device,
     num_tokens: int | None,
 ) -> None:
-    """Check the metadata of ``cu_seqlens``, which describes ``num_tokens`` tokens if known."""
+    """Check ``cu_seqlens``, which describes ``num_tokens`` tokens if known; on a GPU its metadata.
+
+    Raises:
+        ValueError: dtype, shape or device are wrong, or, on a CPU, the contents.
+    """
     check(cu_seqlens.dtype == torch.int32, function, argument, "be int32", cu_seqlens.dtype)
     shape = tuple(cu_seqlens.shape)
     least = 1 if num_tokens else 0  # kernels search for the sequence of each token
     fits = len(shape) == 1 and shape[0] > least
     check(fits, function, argument, f"have shape [B + 1] with B at least {least}", shape)
-    check(
-        cu_seqlens.device == device,
-        function,
-        argument,
-        f"be on {device} like the tokens",
-        cu_seqlens.device,
-    )
+    if cu_seqlens.device != device:
+        fail(function, argument, f"be on {device} like the tokens", cu_seqlens.device)
+    if reads_contents(cu_seqlens):
+        check_cu_seqlens_contents(function, argument, cu_seqlens, num_tokens)
 
 
 def check_cu_seqlens_contents(
@@ -69,14 +67,8 @@ def check_cu_seqlens_contents(
     check(first == 0, function, argument, "start at 0", first)
     shortest = -_largest(-lengths(cu_seqlens))
     check(shortest >= 0, function, argument, "not decrease", f"a sequence of {shortest} tokens")
-    if num_tokens is not None:
-        check(
-            last == num_tokens,
-            function,
-            argument,
-            f"end at the number of tokens ({num_tokens})",
-            last,
-        )
+    if num_tokens is not None and last != num_tokens:
+        fail(function, argument, f"end at the number of tokens ({num_tokens})", last)
 
 
 def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -89,13 +81,8 @@ def check_same_count(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 def check_pair(function: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """Check that no sequence has more query tokens than key tokens."""
     missing = _largest(lengths(cu_seqlens_q) - lengths(cu_seqlens_k))
-    check(
-        missing <= 0,
-        function,
-        "cu_seqlens_k",
-        "give every sequence at least as many keys as queries",
-        f"{missing} too few",
-    )
+    rule = "give every sequence at least as many keys as queries"
+    check(missing <= 0, function, "cu_seqlens_k", rule, f"{missing} too few")
 
 
 def check_heads(
@@ -108,20 +95,11 @@ def check_heads(
         fail(function, argument, f"have shape [tokens, {heads} or [B, T, {heads}", shape)
     if not x.dtype.is_floating_point:
         fail(function, argument, "be a float tensor", x.dtype)
-    check(
-        x.dtype == like.dtype,
-        function,
-        argument,
-        f"have the dtype of the other inputs ({like.dtype})",
-        x.dtype,
-    )
-    check(
-        x.device == like.device,
-        function,
-        argument,
-        f"be on {like.device} like the other inputs",
-        x.device,
-    )
+    if x.dtype != like.dtype:
+        rule = f"have the dtype of the other inputs ({like.dtype})"
+        fail(function, argument, rule, x.dtype)
+    if x.device != like.device:
+        fail(function, argument, f"be on {like.device} like the other inputs", x.device)
 
 
 def check_qkv(function: str, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> None:
@@ -164,21 +142,16 @@ TOKENS = 2**30 - 2**16
 SORTED = 2**31 - 1
 # Blocks in the list of a tile: two counts are packed into one integer.
 LISTED = 2**16
-FEWER = "Give fewer tokens a call."
 
 
 def check_numbers(
-    function: str,
-    argument: str,
-    number: int,
-    what: str,
-    limit: int | None = None,
-    hint: str = FEWER,
+    function: str, argument: str, number: int, what: str, limit: int | None = None, hint: str = ""
 ) -> None:
     """Raise unless ``number``, of ``what``, is below ``limit`` (``NUMBERS`` if it is None)."""
     limit = NUMBERS if limit is None else limit
     if number >= limit:
-        fail(function, argument, f"have fewer than {limit} {what}", number, hint)
+        rule = f"have fewer than {limit} {what}"
+        fail(function, argument, rule, number, hint or "Give fewer tokens a call.")
 
 
 def check_queries(function: str, q: Tensor) -> None:

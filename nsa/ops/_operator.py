@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -72,6 +72,11 @@ class FlatCall(NamedTuple):
 OFFSETS = 3  # number of tensors in a FlatCall
 
 
+def open_flat(inputs: Callable[..., Inputs], count: int, flat: tuple[Any, ...]) -> Any:
+    """Typed inputs, of ``count`` fields, and the call of a registered operator's arguments."""
+    return inputs(*flat[:count]), FlatCall(*flat[count:]).open(flat[0].device)
+
+
 def schema_of(*groups: type) -> str:
     """Schema of an operator whose parameters are the fields of these named tuples."""
     fields = [pair for group in groups for pair in get_type_hints(group).items()]
@@ -110,14 +115,11 @@ def register_attention(
     first = 0 if reads_out else 1  # index of the first result that the backward receives
     place = count + num_results - first  # index of dout in its arguments
 
-    def opened(flat: tuple[Any, ...]) -> tuple[Inputs, Call]:
-        return make(*flat[:count]), FlatCall(*flat[count:]).open(flat[0].device)
-
     def of_flat(function: Callable[[Inputs, Call], Results]) -> Callable[..., tuple[Any, ...]]:
-        return lambda *flat: tuple(function(*opened(flat)))
+        return lambda *flat: tuple(function(*open_flat(make, count, flat)))
 
     def run_backward(*flat: Any) -> list[Tensor]:
-        given, call = opened((*flat[:count], *flat[place + 1 :]))
+        given, call = open_flat(make, count, (*flat[:count], *flat[place + 1 :]))
         kept = make_results(*(None,) * first, *flat[count:place])
         grads = backward(given, kept, flat[place], call)
         pairs = zip(given, grads, strict=True)
@@ -166,6 +168,7 @@ class KeyRange:
 
     Attributes:
         sequences: the sequence layout.
+        softmax_scale: factor on the scores.
         window: whether the keys are window tokens; otherwise they are compressed blocks.
         cu_key: offsets of the keys; None if all sequences have equal length.
         len_key: keys per sequence if all have equal length, otherwise an upper bound.
@@ -174,6 +177,7 @@ class KeyRange:
     """
 
     sequences: Sequences
+    softmax_scale: float
     window: bool
     cu_key: Tensor | None
     len_key: int
@@ -183,30 +187,26 @@ class KeyRange:
     @classmethod
     def of_window(cls, call: Call) -> KeyRange:
         """The last ``window_size`` tokens."""
-        where = call.sequences
+        where, size = call.sequences, call.config.window_size
         cu_k = None if where.offsets is None else where.offsets[1]
-        return cls(where, True, cu_k, where.len_k, call.config.window_size, 1)
+        return cls(where, call.softmax_scale, True, cu_k, where.len_k, size, 1)
 
     @classmethod
     def of_blocks(cls, call: Call) -> KeyRange:
         """The compressed blocks fully in the past."""
-        config = call.config
-        cu_cmp, most = call.sequences.kernel_blocks(config)
-        sizes = (config.compress_block_size, config.compress_stride)
-        return cls(call.sequences, False, cu_cmp, most, *sizes)
+        blocks = call.sequences.blocks_of(call.config)
+        return cls(call.sequences, call.softmax_scale, False, *blocks, *block_sizes(call.config))
 
-    def of_coarse(self, config: NSAConfig, cu_coarse: Tensor) -> KeyRange:
-        """The coarse blocks whose compressed keys are all visible to the query."""
-        assert config.coarse_block_size is not None
-        width = config.coarse_block_size
-        return KeyRange(
-            self.sequences,
-            False,
-            None if self.cu_key is None else cu_coarse,
-            self.len_key * self.stride // width,
-            width + self.size - self.stride,
-            width,
-        )
+    def of_coarse(self, width: int, cu_coarse: Tensor) -> KeyRange:
+        """The coarse blocks of ``width`` tokens whose compressed keys are all visible."""
+        cu_key = None if self.cu_key is None else cu_coarse
+        len_key, size = self.len_key * self.stride // width, width + self.size - self.stride
+        return replace(self, cu_key=cu_key, len_key=len_key, size=size, stride=width)
+
+    @property
+    def name(self) -> str:
+        """Name of the operator that attends to these keys."""
+        return "window_attention" if self.window else "compressed_attention"
 
     def arguments(self) -> tuple[Tensor | int | None, ...]:
         """Kernel arguments ``cu_q, cu_k, cu_key, len_q, len_k, len_key, num_sequences``."""

@@ -6,7 +6,6 @@ four times the host time of the call itself.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -70,16 +69,17 @@ def register(
     torch.library.register_fake(f"nsa::{name}", fake, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.nsa, name).default
     gives_list = [str(result.type) for result in operator._schema.returns] == ["List[Tensor]"]
-    gradient = (setup_context or _keep_nothing, backward or _no_gradient(name))
-    differentiable = _differentiable(gives_list, *gradient)
-
-    def below_autograd(inputs: Sequence[Any]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return implementation(*inputs) if _is_plain(inputs) else operator(*inputs)
+    differentiable = _differentiable(name, gives_list, setup_context, backward)
 
     def plain(inputs: Sequence[Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return implementation(*inputs)
+
+    def below_autograd(inputs: Sequence[Any]) -> Any:
+        if _is_plain(inputs):
+            return plain(inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
 
     def run(*inputs: Any) -> Any:
         # The profiler shows only calls that go through the dispatcher.
@@ -87,13 +87,8 @@ def register(
             return operator(*inputs)
         return differentiable(plain, inputs) if _is_plain(inputs) else operator(*inputs)
 
-    kernel = functools.partial(_with_inputs, differentiable, below_autograd)
-    _LIBRARY.impl(name, kernel, "Autograd")
+    _LIBRARY.impl(name, lambda *inputs: differentiable(below_autograd, inputs), "Autograd")
     return run
-
-
-def _with_inputs(function: Callable[..., Any], below: Callable[..., Any], *inputs: Any) -> Any:
-    return function(below, inputs)
 
 
 # Argument types that need no dispatch besides the implementation.
@@ -132,23 +127,16 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _no_gradient(name: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"nsa::{name} has no gradient")
-
-    return backward
-
-
 def _differentiable(
-    gives_list: bool, setup_context: Callable[..., None], backward_of: Callable[..., Any]
+    name: str,
+    gives_list: bool,
+    setup_context: Callable[..., None] | None,
+    backward_of: Callable[..., Any] | None,
 ) -> Callable[[Callable[[Sequence[Any]], Any], Sequence[Any]], Any]:
-    """Differentiable form of the operator, a function of the implementation and the inputs.
+    """Differentiable form of an operator, a function of the implementation and the inputs.
 
     Args:
+        name: name of the operator.
         gives_list: whether the operator returns a list of tensors.
         setup_context: see :func:`register`.
         backward_of: see ``backward`` of :func:`register`.
@@ -161,11 +149,14 @@ def _differentiable(
             output = below(inputs)
             output = tuple(output) if gives_list else output
             ctx.lists = lengths
-            setup_context(ctx, inputs, output)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            if backward_of is None:
+                raise NotImplementedError(f"nsa::{name} has no gradient")
             ctx.needs = _nested(ctx.lists, ctx.needs_input_grad[2:])
             return None, None, *_flat(backward_of(ctx, *grads))[1]
 

@@ -13,7 +13,6 @@ from nsa.errors import check, fail
 from nsa.ops._backend import on_gpu, reads_contents
 from nsa.ops._checks import (
     check_cu_seqlens,
-    check_cu_seqlens_contents,
     check_heads,
     check_pair,
     check_same_count,
@@ -76,8 +75,6 @@ class Sequences:
         device = cu_seqlens.device if device is None else device
         check_cu_seqlens(function, "cu_seqlens", cu_seqlens, device, num_tokens)
         cu_seqlens = cu_seqlens.contiguous()  # kernels assume stride 1
-        if reads_contents(cu_seqlens):
-            check_cu_seqlens_contents(function, "cu_seqlens", cu_seqlens, num_tokens)
         on_device = on_gpu(cu_seqlens)
         known = not on_device or max_seqlen is not None or num_tokens is not None
         check(known, function, "max_seqlen", "be given on a GPU, or num_tokens", None)
@@ -121,10 +118,8 @@ class Sequences:
         starts = torch.stack((row, row + begin), dim=-1).flatten()
         cu_seqlens = torch.cat((starts, starts.new_full((1,), batch * length))).int()
         if reads_contents(mask):
-            place = torch.arange(length, device=mask.device)
-            together = (
-                valid == ((place >= begin[:, None]) & (place < (begin + count)[:, None]))
-            ).all(-1)
+            column = torch.arange(length, device=mask.device) - begin[:, None]
+            together = (valid == ((column >= 0) & (column < count[:, None]))).all(-1)
             if not together.all():
                 got = f"padding between tokens in row {int(together.int().argmin())}"
                 fail(function, argument, "have the tokens of each row together", got)
@@ -145,14 +140,14 @@ class Sequences:
     @property
     def cu_q(self) -> Tensor:
         """Offsets of the queries."""
-        return self._alike(self.len_q) if self.offsets is None else self.offsets[0]
+        return self._equal(self.len_q) if self.offsets is None else self.offsets[0]
 
     @property
     def cu_k(self) -> Tensor:
         """Offsets of the key tokens."""
-        return self._alike(self.len_k) if self.offsets is None else self.offsets[1]
+        return self._equal(self.len_k) if self.offsets is None else self.offsets[1]
 
-    def _alike(self, each: int) -> Tensor:
+    def _equal(self, each: int) -> Tensor:
         return torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device) * each
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
@@ -171,10 +166,10 @@ class Sequences:
 
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
         """Operator arguments ``cu_q, cu_k, num_sequences, len_q, len_k``."""
-        cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
-        return cu_q, cu_k, self.num_sequences, self.len_q, self.len_k
+        cu_q, cu_k, len_q, len_k, num_sequences = self.arguments()
+        return cu_q, cu_k, num_sequences, len_q, len_k
 
-    def kernel_blocks(self, config: NSAConfig) -> tuple[Tensor | None, int]:
+    def blocks_of(self, config: NSAConfig) -> tuple[Tensor | None, int]:
         """Offsets of the compressed blocks, and an upper bound on the blocks per sequence.
 
         The offsets are None if all sequences have equal length.
@@ -242,9 +237,9 @@ def open_sequences(
             tokens is the upper bound.
         sequences: replaces offsets and hints.
     """
+    given: dict[str, Tensor | int | None]
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if sequences is not None:
-        given: dict[str, Tensor | int | None]
-        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
         check_given(function, "q", q.shape[:-2], q.device, sequences, **given)
         if key_shape != tuple(q.shape[:-2]):
@@ -252,7 +247,12 @@ def open_sequences(
             fail(function, "k", rule, key_shape)
         return replace(sequences, shape=(q.shape[0], q.shape[1]) if q.ndim == 4 else None)
     if q.ndim == 4:
-        return _open_dense(function, q, key_shape, cu_seqlens_q, cu_seqlens_k)
+        check_absent(function, "a dense batch [B, T, H, D]", **given)
+        batch, num_queries = q.shape[:2]
+        if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
+            rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
+            fail(function, "k", rule, f"leading shape {key_shape}")
+        return Sequences(None, batch, num_queries, key_shape[1], q.device, (batch, num_queries))
     if len(key_shape) != 1:
         fail(function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
     if cu_seqlens_q is None:
@@ -261,18 +261,13 @@ def open_sequences(
         if key_shape[0] < q.shape[0]:
             fail(function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
         return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
+    is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
         max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
-    for argument, offsets, num_tokens in (
-        ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
-        ("cu_seqlens_k", cu_seqlens_k, key_shape[0]),
-    ):
-        check_cu_seqlens(function, argument, offsets, q.device, num_tokens)
-        if reads_contents(offsets):
-            check_cu_seqlens_contents(function, argument, offsets, num_tokens)
+    check_cu_seqlens(function, "cu_seqlens_q", cu_seqlens_q, q.device, q.shape[0])
+    check_cu_seqlens(function, "cu_seqlens_k", cu_seqlens_k, q.device, key_shape[0])
     check_same_count(function, cu_seqlens_q, cu_seqlens_k)
-    is_same = cu_seqlens_k is cu_seqlens_q
     cu_seqlens_q = cu_seqlens_q.contiguous()  # kernels assume stride 1
     cu_seqlens_k = cu_seqlens_q if is_same else cu_seqlens_k.contiguous()
     if reads_contents(cu_seqlens_q):
@@ -280,31 +275,8 @@ def open_sequences(
     upper = (q.shape[0], key_shape[0]) if backend == "triton" else (None, None)
     len_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q, upper[0])
     len_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k, upper[1])
-    return Sequences(
-        (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device
-    )
-
-
-def _open_dense(
-    function: str,
-    q: Tensor,
-    key_shape: tuple[int, ...],
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> Sequences:
-    for argument, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check(
-            offsets is None,
-            function,
-            argument,
-            "be left out with a dense batch [B, T, H, D]",
-            "a tensor",
-        )
-    batch, num_queries = q.shape[:2]
-    if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
-        rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
-        fail(function, "k", rule, f"leading shape {key_shape}")
-    return Sequences(None, batch, num_queries, key_shape[1], q.device, (batch, num_queries))
+    offsets = cu_seqlens_q, cu_seqlens_k
+    return Sequences(offsets, cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device)
 
 
 def compressed_key_shape(
@@ -372,23 +344,13 @@ def open_layer_input(
         fail(function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)
     if attention_mask is not None:
-        check(
-            sequences is None, function, "attention_mask", "be left out with sequences", "a tensor"
-        )
+        if sequences is not None:
+            fail(function, "attention_mask", "be left out with sequences", "a tensor")
         if x.shape[:-1] != attention_mask.shape:
-            fail(
-                function,
-                "attention_mask",
-                f"have the leading shape of x {tuple(x.shape[:-1])}",
-                tuple(attention_mask.shape),
-            )
-        check(
-            attention_mask.device == x.device,
-            function,
-            "attention_mask",
-            f"be on {x.device} like x",
-            attention_mask.device,
-        )
+            rule = f"have the leading shape of x {tuple(x.shape[:-1])}"
+            fail(function, "attention_mask", rule, tuple(attention_mask.shape))
+        if attention_mask.device != x.device:
+            fail(function, "attention_mask", f"be on {x.device} like x", attention_mask.device)
         sequences = Sequences.padded(attention_mask, function=function)
     if sequences is not None:
         given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -398,15 +360,17 @@ def open_layer_input(
         return x, Sequences.packed(
             cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device, function=function
         )
-    check(
-        cu_seqlens is None,
-        function,
-        "cu_seqlens",
-        "be left out with a dense batch [B, T, width]",
-        "a tensor",
-    )
+    check_absent(function, "a dense batch [B, T, width]", cu_seqlens=cu_seqlens)
     batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
     return packed, Sequences(None, batch, length, length, x.device)
+
+
+def check_absent(function: str, other: str, **given: Tensor | int | None) -> None:
+    """Check that the caller left out arguments that cannot be combined with ``other``."""
+    for name, x in given.items():
+        if x is not None:
+            got = "a tensor" if isinstance(x, Tensor) else x
+            fail(function, name, f"be left out with {other}", got)
 
 
 def check_given(
@@ -418,24 +382,14 @@ def check_given(
     **others: Tensor | int | None,
 ) -> None:
     """Check that the caller's ``sequences`` match the tokens and are the only description."""
-    for name, other in others.items():
-        check(
-            other is None,
-            function,
-            name,
-            "be left out with sequences or attention_mask",
-            "a tensor" if isinstance(other, Tensor) else other,
-        )
+    check_absent(function, "sequences or attention_mask", **others)
     if device != sequences.device:
         fail(function, "sequences", f"be on {device} like {argument}", sequences.device)
-    if sequences.shape is not None:
-        if tuple(shape) not in (sequences.shape, (math.prod(sequences.shape),)):
-            fail(
-                function,
-                "sequences",
-                f"be of a batch of shape {tuple(shape)} like {argument}",
-                sequences.shape,
-            )
+    count, batch = math.prod(shape), sequences.shape
+    if batch is not None:
+        if tuple(shape) not in (batch, (math.prod(batch),)):
+            rule = f"be of a batch of shape {tuple(shape)} like {argument}"
+            fail(function, "sequences", rule, batch)
         return
     described: int | None
     if sequences.offsets is None:
@@ -444,5 +398,5 @@ def check_given(
     else:
         described = None if torch.compiler.is_compiling() else sequences.num_tokens
         got = f"{described}"
-    if described is not None and described != math.prod(shape):
-        fail(function, "sequences", f"hold as many tokens as {argument} ({math.prod(shape)})", got)
+    if described is not None and described != count:
+        fail(function, "sequences", f"contain as many tokens as {argument} ({count})", got)

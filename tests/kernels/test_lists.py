@@ -45,7 +45,7 @@ def expected(
 
 def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     """Blocks with their query masks as a kernel wrote them."""
-    count = int(lists.count[head, tile, 2])
+    count = int(lists.counts[head, tile, 2])
     block, mask = lists.block[head, tile, :count], lists.query_mask[head, tile, :count]
     return list(zip(block.tolist(), [m % (1 << 32) for m in mask.tolist()], strict=True))
 
@@ -56,14 +56,7 @@ def pairs(lists: Lists, head: int, tile: int) -> list[tuple[int, int]]:
     [(0, 32, 6, 60), (0, 32, 1, 32), (300, 32, 4, 30), (700, 64, 6, 60)],
     ids=["short", "32 queries", "with a past", "64 blocks"],
 )
-def test_lists(
-    monkeypatch,
-    dtype,
-    past,
-    word,
-    group,
-    rows,
-):
+def test_lists(monkeypatch, dtype, past, word, group, rows):
     """All ways find the expected lists and equal counts."""
     lengths = [70, 0, 33]
     queries, keys = ([n + more * bool(n) for n in lengths] for more in (0, past))
@@ -81,7 +74,7 @@ def test_lists(
         lists = make_lists(found, where, group, BLOCK_SIZE, rows, stats, counted=False)
         assert {place: pairs(lists, *place) for place in right} == right
         assert stats.tolist() == [sum(map(len, right.values())), len(right)]
-        results.append([lists.count[place].tolist() for place in right])
+        results.append([lists.counts[place].tolist() for place in right])
     assert results[0] == results[1] == results[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nsa import PhiWeights, Rope, select_blocks
 from nsa.ops._sequences import Sequences
+from nsa.ops._side_stream import Streams
 from nsa.ops._triton.tiles import cos_sin
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.compression import Raw, ops, run_compress
@@ -88,25 +90,6 @@ def test_range(branch, name, monkeypatch):
     run(branch, case, tile=tile).check()
 
 
-@pytest.mark.parametrize("rows", [16, 64, 128])
-@pytest.mark.parametrize("num_programs", [1, 128, 256, 100_000])
-@pytest.mark.parametrize("len_q", [1, 512, 513, 8_192, 30_000, 65_536, 1_048_576])
-def test_chunks_are_of_whole_tiles_and_hold_all_queries(len_q, num_programs, rows):
-    count, queries = range_launch.chunks_of(len_q, len_q, False, num_programs, rows)
-    assert (count - 1) * queries < len_q <= count * queries
-    assert count == 1 or (queries % rows == 0 and queries > 256)
-    assert count <= 40
-    assert count == 1 or count * num_programs <= 10_240
-
-
-def test_chunks_of_the_seed_shape():
-    """Measured: docs/log.md."""
-    assert [
-        range_launch.chunks_of(s, s, False, 128, 64)[0] for s in (2_048, 8_192, 32_768, 65_536)
-    ] == [4, 16, 40, 40]
-    assert range_launch.chunks_of(65_536, 512, True, 2_048, 64)[0] == 1
-
-
 # ------------------------------------------------------------------------------
 # selected branch
 
@@ -118,6 +101,8 @@ GATHERED: dict[str, tuple[Case, dict[str, Any]]] = {
     "1 segment": (Case(heads(2, 2), (84, 1)), {"segments": 1}),
     "20 segments": (Case(heads(2, 2), (84, 1)), {"segments": 20}),
     "fewer queries": (Case(heads(3, 2), PACKED, FEWER), {}),
+    "auto": (Case(heads(3, 2), PACKED, FEWER, algorithm="auto"), {}),
+    "tiled": (Case(heads(3, 2), PACKED, FEWER, algorithm="tiled"), {}),
     "dense": (Case(heads(2, 2), (20, 20), dense=True), {"segments": 3}),
     **{f"n {n}": (Case(heads(2, num_selected_blocks=n), (50,)), {}) for n in (3, 5, 12)},
     # A tile of fewer keys than a block has: a row of slots for each part, hidden ones included.
@@ -129,81 +114,65 @@ GATHERED: dict[str, tuple[Case, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GATHERED)
 def test_gathered(name):
     case, options = GATHERED[name]
-    run("gathered", case, **{"tile": Tile(32, 16, 4, 1), **options}).check()
+    operator = "any" if name in ("auto", "tiled") else "gathered"
+    run(operator, case, **{"tile": Tile(32, 16, 4, 1), **options}).check()
 
 
-@pytest.mark.parametrize("algorithm", ["tiled", "auto"])
-def test_other_algorithms(algorithm):
-    case = Case(heads(3, 2), PACKED, FEWER, algorithm=algorithm)
-    run("any", case, tile=Tile(32, 16, 4, 1)).check()
-
-
-def test_fewer_entries_make_smaller_chunks(monkeypatch):
-    """Sizes depend on shapes alone and are powers of two; 131,072 entries are two sequences of
-    2,048 tokens of the seed shape.
-    """
-    monkeypatch.setattr(launch, "BACKWARD_CHUNK", 1024)
-    expected = {0: 128, 1: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
-    assert {entries: launch.chunk_size(entries) for entries in expected} == expected
-
-
-def test_number_of_segments(monkeypatch):
-    """One if the partial results are small, else four of them a query head."""
+def test_sizes_depend_on_shapes_alone(monkeypatch):
+    """Measured in the seed shape: docs/log.md."""
     monkeypatch.undo()
-    assert launch.num_segments(2048, 16, 12 * 64 * 2) == 1
-    assert launch.num_segments(65536, 16, 12 * 64 * 2) == 4
-    assert launch.num_segments(65536, 12, 12 * 64 * 2) == 3
-    assert launch.num_segments(3, 2**10, 2**20) == 3
-
-
-class Noted:
-    """Stands for the streams and notes what is asked of them, and the launchers' steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-        self.said = said
-        monkeypatch.setattr(launch, "fork_join", self.open)
-        made = ("new_gathered", "new_backward_index", "fill_index", "make_lists")
-        for name in (*made, "gather_forward", "_gather_gradients"):
-            monkeypatch.setattr(launch, name, self.noting(name, getattr(launch, name)))
-
-    @contextmanager
-    def open(self, device: torch.device, enabled: bool = True) -> Iterator[Noted]:
-        self.said.append("fork" if enabled else "one stream")
-        yield self
-        self.said.append("join")
-
-    def noting(self, name: str, function: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            self.said.append(name)
-            return function(*arguments, **named)
-
-        return call
-
-    @contextmanager
-    def on_side(self) -> Iterator[None]:
-        self.said.append("side")
-        yield
-        self.said.append("calling")
-
-    def record(self) -> Any:
-        return lambda: self.said.append("wait")
-
-    def fork(self) -> None:
-        self.said.append("fork")
+    chunks_of, lengths = range_launch.chunks_of, (2_048, 8_192, 32_768, 65_536)
+    assert [chunks_of(s, s, False, 128, 64)[0] for s in lengths] == [4, 16, 40, 40]
+    assert chunks_of(65_536, 512, True, 2_048, 64)[0] == 1
+    for length, programs, rows in itertools.product(
+        (513, 30_000, 2**20), (1, 256, 10**5), (16, 128)
+    ):
+        count, queries = chunks_of(length, length, False, programs, rows)
+        assert (count - 1) * queries < length <= count * queries
+        assert count == 1 or (queries % rows == 0 and queries > 256)
+        assert count <= 40
+        assert count == 1 or count * programs <= 10_240
+    # 131,072 selections are two sequences of 2,048 tokens.
+    chunks = {0: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
+    assert {number: launch.chunk_size(number) for number in chunks} == chunks
+    # One segment if the partial results are small, else four of them a query head.
+    row = 12 * 64 * 2
+    segments = [(2048, 16, row, 1), (65536, 16, row, 4), (65536, 12, row, 3), (3, 2**10, 2**20, 3)]
+    for *given, number in segments:
+        assert launch.num_segments(*given) == number
 
 
 def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
     """The index is made while lists are; the gathered kernels wait for both."""
     said: list[str] = []
-    Noted(monkeypatch, said)
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            said.append(name)
+            return function(*arguments, **named)
+
+        return call
+
+    @contextmanager
+    def on_side(self: Streams) -> Iterator[None]:
+        said.append("side")
+        yield
+        said.append("calling")
+
+    monkeypatch.setattr(Streams, "on_side", on_side)
+    monkeypatch.setattr(Streams, "fork", lambda self: said.append("fork"))
+    monkeypatch.setattr(Streams, "record", lambda self: lambda: said.append("wait"))
+    made = ("new_gathered", "new_backward_index", "fill_index", "make_lists")
+    for name in (*made, "gather_forward", "_gather_gradients"):
+        monkeypatch.setattr(launch, name, noting(name, getattr(launch, name)))
     run("gathered", Case(heads(2, 2), (25, 5)))
-    made = "fork side fill_index calling make_lists wait"
-    forward = f"new_gathered {made} gather_forward join"
-    last = "fork side _gather_gradients calling _gather_gradients join"
-    assert said == f"{forward} new_backward_index {made} {last}".split()
+    index_and_lists = "side fill_index calling make_lists wait"
+    last = "fork side _gather_gradients calling _gather_gradients"
+    forward = f"new_gathered {index_and_lists} gather_forward"
+    assert said == f"{forward} new_backward_index {index_and_lists} {last}".split()
     said.clear()
     run("selected", Case(heads(2, 2), (25, 5)))
-    assert said[:4] == ["one stream", "make_lists", "wait", "join"]
+    assert said[:2] == ["make_lists", "wait"]
 
 
 def test_a_block_that_every_query_selects():

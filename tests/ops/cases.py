@@ -32,8 +32,8 @@ SMALL = NSAConfig(
 
 SHORT = (0, 1, 7, 8, 9, 15, 16, 17, 33)
 
-# name: (key tokens, query tokens or None for as many); all but "short" hold a truly sparse
-# sequence.
+# name: (key tokens, query tokens or None for as many); all but "short" contain a truly
+# sparse sequence.
 BATCHES: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "one": ((257,), None),
     "edge": ((128,), None),

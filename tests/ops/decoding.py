@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +23,12 @@ RAW = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
 
 @dataclass
 class Decoded:
-    """A cache that holds all tokens of a case but its queries.
+    """A cache that contains all tokens of a case but its queries.
 
     Attributes:
         case: with as many queries for each sequence, up to 8, the last of its tokens.
         x: all tokens.
-        cache: of one layer; its memory held NaN before.
+        cache: of one layer; its memory was NaN before.
     """
 
     case: Case
@@ -35,29 +36,44 @@ class Decoded:
     cache: NSACache
 
     @classmethod
-    def of(cls, case: Case, num_chunks: int = 1) -> Decoded:
-        """The tokens before the queries come in some chunks, by kernels."""
+    def of(
+        cls, case: Case, num_chunks: int = 1, steps: Sequence[int] = (), poisoned: int | None = None
+    ) -> Decoded:
+        """Fill a cache by kernels with the tokens before the queries.
+
+        Args:
+            case: the case.
+            num_chunks: chunks of the first tokens.
+            steps: tokens of each sequence in each decode step after them.
+            poisoned: a sequence whose tokens are NaN.
+        """
         most = -(-max(case.lengths_k) // 64) * 64
         whole = NSACache(case.config, 1, len(case.lengths_k), max_tokens=most)
-        decoded = cls(case, case.inputs(), whole)
+        decoded, layer = cls(case, case.inputs(), whole), whole.layers[0]
         some = [min(n, 100) for n in case.lengths_k]
         decoded.take(decoded.rows([0] * len(some), some), some)
-        held = whole.layers[0]
-        assert held.tensors is not None
-        for pool in held.tensors[:8]:
+        assert layer.tensors is not None
+        for pool in layer.tensors[:8]:
             if pool is not None:
                 pool.fill_(torch.nan)
         for b in range(len(some)):
             whole.free(b)
-        before = decoded.before
+        if poisoned is not None:
+            start, end = decoded.x.cu_seqlens_k.tolist()[poisoned : poisoned + 2]
+            for name in RAW:
+                getattr(decoded.x, name)[start:end] = torch.nan
+        first = [n - sum(steps) for n in decoded.before]
         for i in range(num_chunks):
-            first, last = ([n * j // num_chunks for n in before] for j in (i, i + 1))
-            counts = [b - a for a, b in zip(first, last, strict=True)]
+            begin, end = ([n * j // num_chunks for n in first] for j in (i, i + 1))
+            counts = [b - a for a, b in zip(begin, end, strict=True)]
             if any(counts):
-                decoded.take(decoded.rows(first, counts), counts)
-        held.reads = torch.zeros(
-            len(before) * case.config.num_kv_heads, 3, dtype=torch.int64, device=case.device
-        )
+                decoded.take(decoded.rows(begin, counts), counts)
+        for count in steps:
+            counts = [count] * len(first)
+            decoded.take(decoded.rows(first, counts), counts, is_step=True)
+            first = [n + count for n in first]
+        num_groups = len(first) * case.config.num_kv_heads
+        layer.reads = torch.zeros(num_groups, 3, dtype=torch.int64, device=case.device)
         return decoded
 
     @property
@@ -77,30 +93,31 @@ class Decoded:
             [torch.arange(n) + a + s for a, n, s in zip(first, counts, starts[:-1], strict=True)]
         ).to(self.case.device)
 
-    def take(self, rows: Tensor, counts: list[int], q: Tensor | None = None) -> Tensor:
-        """Give the layer tokens; without queries of their own they have random ones.
+    def take(
+        self, rows: Tensor, counts: list[int], q: Tensor | None = None, *, is_step: bool = False
+    ) -> Tensor:
+        """Give the layer tokens, with random queries unless they are given.
 
-        With queries all sequences have as many, and the step is one of decode kernels.
+        A step is one of decode kernels: all sequences have as many tokens.
         """
         case, config, x = self.case, self.case.config, self.x
-        is_step = q is not None
-        q = case.normal(len(rows), config.num_heads, config.head_dim, seed=8) if q is None else q
-        gates = x.gates if is_step else q.new_ones(len(rows), config.num_heads, 3)
-        q_cmp = None
-        if config.compress_rope == "none":
-            q_cmp = self.q_cmp if is_step else q
+        gates, q_cmp = (x.gates, self.q_cmp) if q is not None else (None, None)
+        if q is None:
+            q = case.normal(len(rows), config.num_heads, config.head_dim, seed=8)
+            gates = q.new_ones(len(rows), config.num_heads, 3)
+            q_cmp = q if config.compress_rope == "none" else None
         phi = phi_of(parameters_of(case))
         heads = (getattr(x, name)[rows] for name in RAW)
         inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp))
-        device = q.device
         if is_step:
-            sequences = Sequences(None, len(counts), counts[0], counts[0], device)
+            sequences = Sequences(None, len(counts), counts[0], counts[0], q.device)
         else:
-            offsets = packed_offsets(counts, device)
+            offsets = packed_offsets(counts, q.device)
             sequences = Sequences.packed(offsets, max(counts), num_tokens=len(rows))
-        held, rope = self.cache.layers[0], Rope.from_config(config)
         with mock.patch.object(cache, "choose_backend", return_value="triton"):
-            return held.attend(inputs, rope=rope, sequences=sequences)
+            return self.cache.layers[0].attend(
+                inputs, rope=Rope.from_config(config), sequences=sequences
+            )
 
     @property
     def q_cmp(self) -> Tensor | None:
@@ -109,16 +126,15 @@ class Decoded:
             return None
         return self.case.normal(*self.x.q.shape, seed=9)
 
-    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """The queries' outputs, selected blocks and keys read."""
-        held, counts = self.cache.layers[0], [self.count] * len(self.before)
-        assert held.reads is not None
-        held.reads.zero_()
-        out = self.take(self.rows(self.before, counts), counts, self.x.q)
-        assert held.tensors is not None
-        assert held.block_indices is not None
-        assert not bool(held.tensors.counters.any())
-        return out, held.block_indices, held.reads.clone()
+        layer, counts = self.cache.layers[0], [self.count] * len(self.before)
+        assert layer.reads is not None
+        layer.reads.zero_()
+        out = self.take(self.rows(self.before, counts), counts, self.x.q, is_step=True)
+        assert layer.tensors is not None
+        assert not bool(layer.tensors.counters.any())
+        return out, layer.block_indices, layer.reads.clone()
 
     def take_back(self) -> None:
         """Forget the queries' tokens."""
@@ -131,22 +147,25 @@ class Decoded:
         out, ids, reads = self.step()
         phi_k, phi_v = phi_of(parameters_of(case)) or (None, None)
         phi = Phi(phi_k, phi_v, Rope.from_config(config))
-        inputs, stored = {**named_tensors(x), "block_indices": ids}, self.compressed_keys()
-        scored = x.q
+        inputs, scored = named_tensors(x), x.q
         if self.q_cmp is not None:
             inputs["q_cmp"] = scored = self.q_cmp
         sample = Sample(every(x.q), every(x.q)[:0], x.cu_seqlens_q, x.cu_seqlens_k)
-        of_blocks = sample._replace(queries=every(stored))
 
         def values(name: str, given: dict[str, Tensor], rows: Sample) -> Any:
             return partial(sampled_values, name, given, rows, config, phi=phi)
 
         more = case.dtype, "decode", case.factor
-        raw = {"x": x.k_cmp_raw}
-        check_sampled(values("compress", raw, of_blocks), {"y": stored}, *more)
-        agree(sampled_selection(scored, stored, sample, config).agreement(ids))
+        if config.scores_blocks:
+            stored = self.compressed_keys()
+            of_blocks = sample._replace(queries=every(stored))
+            check_sampled(values("compress", {"x": x.k_cmp_raw}, of_blocks), {"y": stored}, *more)
+        assert (ids is None) == ("slc" not in config.branches)
+        if ids is not None:
+            inputs["block_indices"] = ids
+            agree(sampled_selection(scored, stored, sample, config).agreement(ids))
         check_sampled(values("attention", inputs, sample), {"out": out}, *more)
-        assert reads.tolist() == self.expected_reads(ids.cpu()).tolist()
+        assert reads.tolist() == self.expected_reads(ids).tolist()
 
     def compressed_keys(self) -> Tensor:
         """Compressed keys in the cache, packed."""
@@ -162,7 +181,7 @@ class Decoded:
             parts.append(tensors.k_cmp[page * per_page + row % per_page])
         return torch.cat(parts)
 
-    def expected_reads(self, ids: Tensor) -> Tensor:
+    def expected_reads(self, ids: Tensor | None) -> Tensor:
         """num_cmp(t) + tokens of the selected blocks + min(w, t + 1), ``[B * Hkv, 3]``.
 
         Of several queries the first and the last part count once.
@@ -170,13 +189,15 @@ class Decoded:
         config, count = self.case.config, self.count
         size, stride, block = config.compress_block_size, config.compress_stride, config.block_size
         found = []
-        for b, (before, length) in enumerate(zip(self.before, self.case.lengths_k, strict=True)):
+        for b, before in enumerate(self.before):
             for h in range(config.num_kv_heads):
-                selected = 0
-                for i in range(count):
-                    t = before + i
-                    chosen = [j for j in ids[b * count + i, h].tolist() if j >= 0]
-                    selected += sum(min(block, t + 1 - j * block) for j in chosen)
-                num_cmp = max(length - size + stride, 0) // stride
-                found.append([num_cmp, selected, min(before, config.window_size - 1) + count])
+                selected = [
+                    min(block, before + i + 1 - j * block)
+                    for i in range(0 if ids is None else count)
+                    for j in ids[b * count + i, h].tolist()  # type: ignore[index]
+                    if j >= 0
+                ]
+                num_cmp = max(before + count - size + stride, 0) // stride * config.scores_blocks
+                window = (min(before, config.window_size - 1) + count) * ("win" in config.branches)
+                found.append([num_cmp, sum(selected), window])
         return torch.tensor(found)

@@ -1,4 +1,4 @@
-"""Fresh memory that holds what no kernel may read: NaN, and integers that mean nothing."""
+"""Fresh memory filled with values that no kernel may read: NaN and meaningless integers."""
 
 from __future__ import annotations
 

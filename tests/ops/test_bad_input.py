@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa
 from nsa import PhiWeights
 from nsa.ops.embedding import embed
-from nsa.ops.selection.ops import check_fp8
+from nsa.ops.selection.launch import check_fp8
 from tests.ops.cases import make_batch, offsets, small
 
 CONFIG = small()
@@ -122,12 +122,11 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
 UNNOTICED = [(f, "cu_seqlens_k ends late") for f in ("compressed_attention", "select_blocks")]
 
 
-@pytest.mark.parametrize(
-    ("function", "bad"),
-    [(f, bad) for f in TENSORS for bad in COMMON if (f, bad) not in UNNOTICED],
-)
-def test_what_all_operators_have(function, bad):
-    refused(function, *COMMON[bad])
+@pytest.mark.parametrize("bad", COMMON)
+def test_what_all_operators_have(bad):
+    for function in TENSORS:
+        if (function, bad) not in UNNOTICED:
+            refused(function, *COMMON[bad])
 
 
 @pytest.mark.parametrize("bad", BAD_OFFSETS)
@@ -156,16 +155,15 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "argument", "wrong"),
-    [
-        *((f, a, w) for f, names in TENSORS.items() for a in names for w in WRONG),
-        *(("compress", "x", w) for w in WRONG if w != "larger head"),
-    ],
-)
-def test_wrong_tensor(function, argument, wrong):
-    if wrong != "another dtype than q" or argument not in ("q", "x"):
-        refused(function, {argument: WRONG[wrong]}, argument)
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("function", ["compress", *TENSORS])
+def test_wrong_tensor(function, wrong):
+    for argument in TENSORS.get(function, ("x",)):
+        of_any = (wrong == "another dtype than q" and argument in ("q", "x")) or (
+            wrong == "larger head" and argument == "x"
+        )
+        if not of_any:
+            refused(function, {argument: WRONG[wrong]}, argument)
 
 
 def shorter(x: Tensor) -> Tensor:
@@ -233,12 +231,9 @@ SINGLE: list[tuple[str, dict[str, Any], str]] = [
         for kind, weights, argument in (
             ("mean", PhiWeights(weight=ones(2, 8, 16)), "weight"),
             ("linear", None, "weight"),
-            ("linear", PhiWeights(weight=ones(2, 8, 32)), "weight"),
-            ("linear", PhiWeights(weight=ones(1, 8, 16)), "weight"),
             ("linear", PhiWeights(weight=ones(2, 4, 16)), "weight"),
             ("mlp", PhiWeights(), "position"),
             ("mlp", PhiWeights(ones(2, 8, 16)), "weight"),
-            ("mlp", PhiWeights(None, ones(2, 4, 16), ones(2, 128, 32), W2), "position"),
             ("mlp", PhiWeights(None, ones(2, 8, 16), ones(2, 128, 31), W2), "w1"),
             ("mlp", PhiWeights(None, ones(2, 8, 16), ones(2, 128, 32), None), "w2"),
         )
@@ -269,17 +264,12 @@ def test_embedding(tokens, weight, backend, rule):
         embed(tokens, weight, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("changes", "got"),
-    [
-        ({"q": torch.zeros(20, 4, 32)}, r"got \(20, 4, 32\)"),
-        ({"cu_seqlens_q": offsets([19])}, r"end at the number of tokens \(20\), got 19\."),
-    ],
-    ids=["shape", "length"],
-)
-def test_the_message_says_what_was_given(changes, got):
-    with pytest.raises(ValueError, match=got):
-        nsa.window_attention(**{**good("window_attention"), **changes})
+def test_the_message_says_what_was_given():
+    given = good("window_attention")
+    with pytest.raises(ValueError, match=r"got \(20, 4, 32\)"):
+        nsa.window_attention(**{**given, "q": torch.zeros(20, 4, 32)})
+    with pytest.raises(ValueError, match=r"end at the number of tokens \(20\), got 19\."):
+        nsa.window_attention(**{**given, "cu_seqlens_q": offsets([19])})
 
 
 def test_fp8_scores_need_a_gpu_that_has_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, compressed_attention, selected_attention, window_attention
+from nsa import NSAConfig, combine, compressed_attention, selected_attention, window_attention
 from tests import oracle
 from tests.ops.cases import BATCHES, SHORT, Batch, array, grad, leaf, make_batch, near, small, stack
 
@@ -72,7 +73,7 @@ def check(
     d_out = batch.normal(*out.shape)
     out.backward(d_out)
     wanted = expected(branch, batch, inputs, d_out, softmax_scale)
-    # Rows of compressed keys that no sequence owns hold NaN here; nobody read them.
+    # Rows of compressed keys that no sequence owns are NaN here; nobody read them.
     real = wanted[3].shape[0]
     assert not bool(torch.cat([grad(x)[real:].flatten() for x in leaves[1:]]).any())
     found = [out, lse, grad(leaves[0]), grad(leaves[1])[:real], grad(leaves[2])[:real]]
@@ -147,8 +148,35 @@ def test_lse_alone_of_as_many_keys_as_there_are():
     assert torch.equal(lse, wanted)
 
 
-def test_the_oracle_counts_blocks_as_the_page_does():
-    for t in range(200):
-        for l, d in ((8, 4), (32, 16), (16, 16), (24, 8)):
-            visible = oracle.visible_cmp(t + 1, t + 1, l, d)(t, 0)
-            assert len(visible) == (0 if t + 1 < l else (t + 1 - l) // d + 1)
+# ------------------------------------------------------------------------------
+# the gated sum
+
+
+@pytest.mark.parametrize("on", list(itertools.product((False, True), repeat=3))[1:])
+def test_combine(on):
+    """A dense batch, its output and gradients."""
+    batch = make_batch(small(), (130,))
+    outputs = [leaf(batch.normal(5, 26, 4, 32)) if here else None for here in on]
+    gates = leaf(batch.gates().unflatten(0, (5, 26)))
+    cmp, slc, win = outputs
+    total, d_total = combine(cmp, slc, win, gates), batch.normal(5, 26, 4, 32)
+    given = [None if out is None else array(out.flatten(0, 1)) for out in outputs]
+    near(total.flatten(0, 1), oracle.combine(given, array(gates.flatten(0, 1))))
+    total.backward(d_total)
+    for c, out in enumerate(outputs):
+        if out is None:
+            assert not bool(grad(gates)[..., c].any())
+        else:
+            near(grad(out), array(gates)[..., c, None] * array(d_total))
+            near(grad(gates)[..., c], (array(out) * array(d_total)).sum(-1))
+
+
+def test_combine_of_low_precision_with_gates_in_fp32():
+    batch = make_batch(small(), (130,))
+    outputs = [batch.normal(130, 4, 32).bfloat16() for _ in range(3)]
+    gates = batch.gates().float()
+    cmp, slc, win = outputs
+    total = combine(cmp, slc, win, gates)
+    assert total.dtype == torch.bfloat16
+    wanted = oracle.combine([array(x) for x in outputs], array(gates))
+    assert np.linalg.norm(array(total) - wanted) / np.linalg.norm(wanted) < 2**-8

@@ -75,14 +75,12 @@ def test_wrong_baseline_does_not_widen_the_budget(case):
             assert_within_budget(baseline, bad, exact, "bad baseline")
 
 
-def test_where_the_oracle_is_zero_only_zero_passes():
+def test_zeros_shapes_and_dtypes():
+    """Where the oracle is 0, only 0 passes; it must be fp64 and of the same shape."""
     zero = torch.zeros(3, 2, 4)
     assert_within_budget(zero, zero, zero.double(), "empty")
     with pytest.raises(AssertionError, match="error"):
         assert_within_budget(zero + 1e-30, zero, zero.double(), "empty")
-
-
-def test_oracle_must_be_fp64_and_of_the_same_shape():
     with pytest.raises(AssertionError, match="fp64"):
         measure(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(AssertionError, match="shapes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -61,11 +62,9 @@ def test_operators_refuse_it(asked, name, backend):
     hint = 'Ask for backend="reference", or compute on a CPU. Or take a newer GPU.'
     with FakeTensorMode():
         given = {key: on_gpu(value) for key, value in arguments.items()}
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=f" {re.escape(f'{T4} {hint}')}$"):
             getattr(nsa, name)(**given, backend=backend)
-        assert asked == [0]
         assert choose_backend(name, "reference", torch.empty(3, device="cuda:0")) == "reference"
-    assert str(caught.value).endswith(f" {T4} {hint}")
     assert asked == [0]
 
 
@@ -86,12 +85,9 @@ def test_a_gpu_without_triton(asked, monkeypatch):
     """There is a PyTorch for GPUs on Windows, and no Triton."""
     monkeypatch.setattr(_backend, "has_triton", lambda: False)
     monkeypatch.setattr(sys, "platform", "win32")
-    with FakeTensorMode():
-        x = torch.empty(3, device="cuda:0")
-        with pytest.raises(UserError) as caught:
-            choose_backend("combine", "auto", x)
     rule = "q must be on a CPU where Triton is not installed, got a GPU on win32."
-    assert str(caught.value) == f'{rule} Ask for backend="reference", or compute on a CPU.'
+    with FakeTensorMode(), pytest.raises(UserError, match=f"^{re.escape(rule)} Ask for"):
+        choose_backend("combine", "auto", torch.empty(3, device="cuda:0"))
     assert not asked
 
 

@@ -55,7 +55,7 @@ def test_blocks_of_another_pattern_are_counted_again():
     [
         (
             {"sequences": Sequences(None, 2, 20, 20, torch.device("cpu"))},
-            r"sequences must hold as many tokens as x \(30\), got 2 of 20",
+            r"sequences must contain as many tokens as x \(30\), got 2 of 20",
         ),
         (
             {

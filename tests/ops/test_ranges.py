@@ -25,6 +25,12 @@ def test_matches_the_oracle(name, num_blocks):
     assert torch.equal(found, torch.tensor(wanted, dtype=torch.int32).view(*ids.shape, 2))
 
 
+def test_no_token():
+    for shape in ((0, 40), (2, 0), (0,)):
+        ids = torch.zeros(*shape, 2, 4, dtype=torch.int32)
+        assert blocks_to_ranges(ids, small()).shape == (*shape, 2, 4, 2)
+
+
 def test_by_hand():
     ids = [[5, 0, 1, 4], [0, 2, 4, -1], [-1, -1, -1, -1], [1, 0, 1, 3], [9, 5, 3, -2]]
     ranges = blocks_to_ranges(

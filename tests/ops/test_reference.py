@@ -9,8 +9,8 @@ import torch
 
 from tests.ops.cases import SMALL, small
 from tests.ops.properties import *  # noqa: F403
-from tests.ops.properties import OPERATORS, Setting, equal_bits, run_rows, tokens_of
-from tests.ops.public import CHECKS, RUNS, Case, leaves_of
+from tests.ops.properties import Setting, equal_bits, run_rows, tokens_of
+from tests.ops.public import RUNS, Case
 
 CONFIG = small(num_heads=6, phi="linear")
 CASES = {
@@ -32,7 +32,6 @@ SETTING = Setting(
     left_out=frozenset({"gathered"}),  # an algorithm of the kernels
     fewer=(0, 197),
 )
-DIFFERENTIABLE = [name for name in OPERATORS if name not in ("choice", "gathered")]
 
 
 @pytest.mark.parametrize("name", ["selected", "window", "whole"])
@@ -40,18 +39,9 @@ def test_dense_batch_with_fewer_queries(name):
     RUNS[name](dataclasses.replace(CASES["dense"], lengths_q=(9, 9))).check()
 
 
-@pytest.mark.parametrize("phi", ["mean", "mlp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_compression(phi, dtype):
-    CHECKS["compress"](
-        Case(small(phi=phi), (130, 9, 257), dtype=dtype, backend="reference"),
-    )
-
-
 # G, D, Dv and the dtype of heads that share one KV head
 SIZES = [
-    *((group, 16, 32, torch.float32) for group in (1, 2, 3, 4, 8, 12, 16)),
-    *((2, *dims, torch.float32) for dims in ((32, 32), (128, 128), (192, 128))),
+    *((group, 16, 32, torch.float32) for group in (1, 3, 16)),
     *((2, *dims, torch.bfloat16) for dims in ((64, 64), (192, 128), (16, 256))),
     (64, 16, 32, torch.float16),
 ]
@@ -74,20 +64,6 @@ def test_large_scores_in_low_precision(name):
     results.check()
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradient_reaches_no_later_token(name):
-    """The output up to t has gradient exactly 0 in every token after t."""
-    x = tokens_of(ONE)
-    ids = x.pop("block_indices")
-    for t in (6, 7, 130, 131, 143, 144):
-        leaves = dict(zip(x, leaves_of(*x.values()), strict=True))
-        run_rows(name, {**leaves, "block_indices": ids}, ONE)[0][: t + 1].sum().backward()
-        grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-        assert not any(bool(grad[t + 1 :].any()) for grad in grads), t
-        seen = any(bool(grad.any()) for grad in grads)
-        assert seen == (t >= 7 or name != "compressed")
-
-
 def test_strides_and_autocast(operator):
     """Inputs are not changed, may be strided, and autocast does not lower the precision."""
     x = tokens_of(PACKED)
@@ -103,16 +79,6 @@ def test_strides_and_autocast(operator):
     ):
         assert equal_bits(wanted, lowered)
         torch.testing.assert_close(strided, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_values_are_linear():
-    """Twice the values, twice the output; neither lse nor the selected blocks depend on values."""
-    x = tokens_of(ONE)
-    doubled = {key: 2 * tensor if key.startswith("v_") else tensor for key, tensor in x.items()}
-    for operator in DIFFERENTIABLE:
-        (out, *lse), (twice, *same) = (run_rows(operator, y, ONE) for y in (x, doubled))
-        assert torch.equal(twice, 2 * out)
-        assert all(torch.equal(*pair) for pair in zip(lse, same, strict=True))
 
 
 def test_the_pattern_is_truly_sparse():

@@ -21,15 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from nsa import NSAConfig
 from nsa.config import BRANCHES
-from nsa.ops import _plan, _side_stream
-from nsa.ops._operator import FlatCall
+from nsa.ops import _plan, _side_stream, selected
+from nsa.ops._operator import open_flat
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._plan import planned
 from nsa.ops._triton.kernel import Launch
 from nsa.ops.attention import BranchInputs
 from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
-from nsa.ops.selected import ops as selected
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
 from nsa.testing import packed_offsets
 from tests.ops.cases import SMALL, small
@@ -43,34 +42,21 @@ class ModelStream:
 
     def __init__(self, number: int) -> None:
         self.number, self.device, self.clock = number, CUDA, {number: 0}
-        self.cuda_stream = number
 
     def tick(self) -> int:
         self.clock[self.number] += 1
         return self.clock[self.number]
 
-    def wait_event(self, event: Clock) -> None:
-        for number, time in event.items():
-            self.clock[number] = max(self.clock.get(number, 0), time)
-
-    def wait_stream(self, other: ModelStream) -> None:
-        self.wait_event(other.clock)
-
-    def record_event(self) -> Clock:
-        return dict(self.clock)
-
 
 class ModelEvent:
     """An event of the model, which may be recorded again and again."""
 
-    def __init__(self) -> None:
-        self.clock: Clock = {}
-
     def record(self, stream: ModelStream) -> None:
-        self.clock = stream.record_event()
+        self.clock = dict(stream.clock)
 
     def wait(self, stream: ModelStream) -> None:
-        stream.wait_event(self.clock)
+        for number, time in self.clock.items():
+            stream.clock[number] = max(stream.clock.get(number, 0), time)
 
 
 @dataclasses.dataclass
@@ -109,21 +95,11 @@ class StreamModel(TorchDispatchMode):
             ("current_stream", lambda device: self.current[-1]),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr(
-            torch._C,
-            "_cuda_getCurrentRawStream",
-            lambda device: self.current[-1].number,
-            raising=False,
-        )
         _side_stream.streams_of.cache_clear()
         real = _side_stream.fork_join
         for module in (whole, triton_launch):
-            monkeypatch.setattr(
-                module, "fork_join", lambda device, enabled=True: real(CUDA, enabled)
-            )
-        monkeypatch.setattr(
-            Launch, "__call__", lambda launch, *arguments: self.launch(launch, *arguments)
-        )
+            monkeypatch.setattr(module, "fork_join", lambda _, enabled=True: real(CUDA, enabled))
+        monkeypatch.setattr(Launch, "__call__", lambda launch, *given: self.launch(launch, *given))
         monkeypatch.setattr(_plan, "kernels_run_on_cpu", lambda: True)
 
     def new_stream(self, device: torch.device, priority: int) -> ModelStream:
@@ -157,13 +133,13 @@ class StreamModel(TorchDispatchMode):
         time = stream.tick()
         for x in tree_leaves(arguments):
             if isinstance(x, Tensor):
-                memory = self.hold(x, f"{tuple(x.shape)} of {what}")
+                memory = self.track(x, f"{tuple(x.shape)} of {what}")
                 if stream.clock.get(memory.home.number, 0) < memory.made:
                     where = f"made on {memory.home.number} after the fork of {stream.number}"
                     self.faults.append(f"{memory.name}: {where}")
                 memory.used[stream.number] = time
 
-    def hold(self, x: Tensor, name: str) -> Memory:
+    def track(self, x: Tensor, name: str) -> Memory:
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self.memory:
@@ -174,20 +150,17 @@ class StreamModel(TorchDispatchMode):
 
     def release(self, key: int) -> None:
         memory = self.memory.pop(key)
-        if memory.pending():
-            self.faults.append(
-                f"{memory.name}: released on {memory.home.number} before {memory.pending()} is done"
-            )
+        if late := memory.pending():
+            where = f"released on {memory.home.number} before {late} is done"
+            self.faults.append(f"{memory.name}: {where}")
 
     def check(self, results: Sequence[Tensor]) -> None:
         for x in results:
-            memory = self.hold(x, "a result")
+            memory = self.track(x, "a result")
             if memory.home is not self.calling:
                 self.faults.append(f"{memory.name}: a result made on {memory.home.number}")
-            if memory.pending():
-                self.faults.append(
-                    f"{memory.name}: a result that {memory.pending()} may still write"
-                )
+            if late := memory.pending():
+                self.faults.append(f"{memory.name}: a result that {late} may still write")
         assert not self.faults, "\n".join(self.faults)
 
 
@@ -232,15 +205,11 @@ def released_on_1_before(streams: Any) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        a_result_made_on_1,
-        made_on_0_after_the_fork_of_1,
-        released_on_0_before,
-        released_on_1_before,
-    ],
-)
+BROKEN = [a_result_made_on_1, made_on_0_after_the_fork_of_1]
+BROKEN += [released_on_0_before, released_on_1_before]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_the_model_finds_what_breaks_the_rules(broken, model):
     with model:
         with _side_stream.fork_join(CUDA) as streams:
@@ -300,24 +269,17 @@ class Call:
         x = torch.zeros(count, number, size, dtype=torch.float32)
         return torch.zeros(count, size, number).transpose(1, 2) if self.strided else x
 
-    def keys(self, branch: str) -> list[Tensor | None]:
-        """Keys and values of a branch, None where they are not read."""
-        pattern = self.pattern
-        blocks = TOKENS // pattern.compress_stride
-        needed = [branch in pattern.branches] * 2
-        if branch == "cmp":
-            needed[0] = pattern.scores_blocks
-        return [
-            self.rows(blocks if branch == "cmp" else TOKENS, pattern.num_kv_heads, size)
-            if is_needed
-            else None
-            for size, is_needed in zip((pattern.head_dim, pattern.value_dim), needed, strict=True)
-        ]
-
     def inputs(self) -> tuple[Any, ...]:
-        q, q_cmp = (self.rows(TOKENS, self.pattern.num_heads, self.pattern.head_dim) for _ in "qq")
-        keys = [x for branch in BRANCHES for x in self.keys(branch)]
-        gates = torch.zeros(TOKENS, self.pattern.num_heads, 3)
+        """Inputs of the whole; keys and values of a branch are None if they are not read."""
+        pattern, keys = self.pattern, list[Tensor | None]()
+        q, q_cmp = (self.rows(TOKENS, pattern.num_heads, pattern.head_dim) for _ in "qq")
+        for branch in BRANCHES:
+            count = TOKENS // pattern.compress_stride if branch == "cmp" else TOKENS
+            is_on = branch in pattern.branches
+            has_keys = is_on or (branch == "cmp" and pattern.scores_blocks)
+            for size, is_read in ((pattern.head_dim, has_keys), (pattern.value_dim, is_on)):
+                keys.append(self.rows(count, pattern.num_kv_heads, size) if is_read else None)
+        gates = torch.zeros(TOKENS, pattern.num_heads, 3)
         return q, q_cmp if self.own_queries else None, *keys, gates
 
     def where(self) -> tuple[Any, ...]:
@@ -342,16 +304,14 @@ def run_twice(function: Callable[..., Any], model: StreamModel, *arguments: Any)
 
 def flat(module: Any, inputs: Any, results: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward of an operator's module, of flat arguments as PyTorch gives them."""
-    count, place = len(inputs._fields), len(inputs._fields) + len(results._fields)
+    count, dout = len(inputs._fields), len(inputs._fields) + len(results._fields)
 
     def forward(*given: Any) -> Any:
-        call = FlatCall(*given[count:]).open(given[0].device)
-        return tuple(module._forward(inputs(*given[:count]), call))
+        return tuple(module._forward(*open_flat(inputs, count, given)))
 
     def backward(*given: Any) -> Any:
-        call = FlatCall(*given[place + 1 :]).open(given[0].device)
-        kept = results(*given[count:place])
-        grads = module._backward(inputs(*given[:count]), kept, given[place], call)
+        opened, call = open_flat(inputs, count, (*given[:count], *given[dout + 1 :]))
+        grads = module._backward(opened, results(*given[count:dout]), given[dout], call)
         return [x for x in grads if x is not None]
 
     return forward, backward
@@ -375,7 +335,7 @@ CALLS = {
 
 @pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
 def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of slots beyond this are held in segments, with more memory of the side stream."""
+    """Partial results above this size are kept in segments, with more memory of the side stream."""
     monkeypatch.setattr(triton_launch, "SMALL", request.param)
 
 
@@ -385,15 +345,14 @@ def test_whole_attention(name, model):
     call = CALLS[name]
     given, where = call.inputs(), call.where()
     with model:
-        for x in (*given, *where):
-            if isinstance(x, Tensor):
-                model.hold(x, "an input")
+        for x in filter(torch.is_tensor, (*given, *where)):
+            model.track(x, "an input")
         forward, backward = flat(whole, BranchInputs, whole.AttentionResults)
         results = run_twice(forward, model, *given, *where)
         # Integers that kernels left out may be anything; used as places they must be some.
         saved = [x if x.dtype.is_floating_point else torch.zeros_like(x) for x in results[1:]]
         if call.strided and saved[1].numel():
-            # lse of the compressed branch, as a compiler may hand it over
+            # lse of the compressed branch, as a compiler may pass it
             saved[1] = saved[1].contiguous()
         dout = torch.zeros_like(results[0])
         del results
@@ -416,7 +375,7 @@ def test_selected_attention_alone(algorithm, model):
     )
     with model:
         for x in (q, k, v, cu, indices):
-            model.hold(x, "an input")
+            model.track(x, "an input")
         results = forward(q, k, v, indices, *where)
         model.check(results)
         given = [q, k, v, indices, *results[:2], *(torch.zeros_like(x) for x in results[2:])]

@@ -193,7 +193,7 @@ def test_every_kernel_of_the_package_has_a_stage() -> None:
         ("selected_merge_dq_kernel", f"{stages.SELECTED}, backward"),
         ("selected_merge_out_kernel", stages.SELECTED),
         ("range_fwd_kernel_compressed", stages.COMPRESSED),
-        ("select_approximate_kernel", stages.SELECTION),
+        ("select_kernel", stages.SELECTION),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", f"{stages.DENSE}, backward"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", stages.DENSE),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", PRODUCTS),

@@ -65,7 +65,6 @@ STACK_THAT_WINS = {
         "at most 168 registers, so that three programs share a multiprocessor: 1.03 ms against "
         "1.14 without a limit"
     ),
-    ("select_approximate_kernel", 64): "the limit of select_kernel, whose tile it takes",
     ("select_kernel", 128): "32 blocks a step, 7.4 ms against 9.6 with 16",
     ("select_kernel", 192): "64 queries by 64 blocks, 3 stages: 0.265 ms against 0.360",
     ("range_dq_kernel", 192): (

@@ -158,28 +158,28 @@ def query_tile(
 
 
 @triton.jit
-def load_tile(base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def load_tile(
+    base, offset, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr = True
+):
     """Load rows ``[N, BLOCK_D]`` at ``base + offset``; columns from D on are 0.
 
     With ``MASKED``, rows for which ``ok`` is false are 0, too.
     """
     d = tl.arange(0, BLOCK_D)
     pointers = base + offset[:, None] + d[None, :]
-    if MASKED:
-        if D == BLOCK_D:
-            return tl.load(pointers, mask=ok[:, None], other=0.0)
-        else:
-            return tl.load(pointers, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    if MASKED and D < BLOCK_D:
+        return tl.load(pointers, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=ok[:, None], other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(pointers, mask=(d < D)[None, :], other=0.0)
     else:
-        if D == BLOCK_D:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=(d < D)[None, :], other=0.0)
+        return tl.load(pointers)
 
 
 @triton.jit
 def load_rows(
-    ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+    ptr, row, ok, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr = True
 ):
     """Load rows ``[N, BLOCK_D]`` at ``ptr + row * stride_row`` (64-bit); see ``load_tile``."""
     return load_tile(ptr, row.to(tl.int64) * stride_row, ok, D, BLOCK_D, MASKED)
@@ -263,7 +263,7 @@ def load_statistics(
     ``gated`` is None, or pointers to gates ``[T, Hq, 3]``, their gradients and the gated lse;
     ``out_row`` ``[M]`` are rows of out ``[T * Hq, Dv]`` and of the gates.
     """
-    out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV, True)  # [M, BLOCK_DV]
+    out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV)  # [M, BLOCK_DV]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(delta_ptr + at, delta, mask=ok)
     lse = tl.load(lse_ptr + at, mask=ok, other=float("inf"))

@@ -18,15 +18,10 @@ from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
 from nsa.ops._side_stream import fork_join
-from nsa.ops.combination.ops import run_combine
-from nsa.ops.range.ops import (
-    run_range_attention,
-)
+from nsa.ops.combination import run_combine
 from nsa.ops.range.reference import RangeInputs, RangeResults
-from nsa.ops.selected.ops import run_selected_backward, run_selected_forward
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
-from nsa.ops.selection.ops import new_selection, select_blocks_by_kernel
-from nsa.ops.selection.reference import SelectionInputs
+from nsa.ops.selection.reference import SelectionInputs, new_selection
 from nsa.stages import COMPRESSED, GATES, SELECTED, SELECTION, WINDOW, stage
 
 
@@ -137,21 +132,18 @@ def _selected(inputs: BranchInputs, block_indices: Tensor) -> SelectedInputs | N
 
 def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
     """Allocate the results of the branches; only shapes and devices are read."""
-
-    def off() -> Tensor:
-        return inputs.q.new_empty(0)
-
-    cmp: tuple[Tensor, Tensor] = (off(), off())
-    win: tuple[Tensor, Tensor] = (off(), off())
-    slc: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (off(), off(), off(), off(), off())
+    made: dict[str, Tensor] = {}
     if (compressed := _compressed(inputs)) is not None:
-        cmp = RangeResults.new(compressed.q, compressed.v)
+        made["out_cmp"], made["lse_cmp"] = RangeResults.new(compressed.q, compressed.v)
     if inputs.k_slc is not None and inputs.v_slc is not None:
         blocks = new_selection(inputs.q, inputs.k_slc, call.config.num_selected_blocks)
-        slc = (blocks, *SelectedResults.new(inputs.q, inputs.v_slc, blocks, call.algorithm))
+        results = SelectedResults.new(inputs.q, inputs.v_slc, blocks, call.algorithm)
+        made["block_indices"], made["out_slc"], made["lse_slc"], *rest = blocks, *results
+        made["order"], made["tile_stats"] = rest
     if (window := _window(inputs)) is not None:
-        win = RangeResults.new(window.q, window.v)
-    return AttentionResults(off(), *cmp, *slc, *win)
+        made["out_win"], made["lse_win"] = RangeResults.new(window.q, window.v)
+    names = AttentionResults._fields
+    return AttentionResults(*(made[x] if x in made else inputs.q.new_empty(0) for x in names))
 
 
 def _finished(inputs: BranchInputs, results: AttentionResults, out: Tensor) -> AttentionResults:
@@ -166,6 +158,10 @@ def _fake(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 
 def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
+    from nsa.ops.range.launch import range_forward
+    from nsa.ops.selected.launch import selected_forward
+    from nsa.ops.selection.launch import run_selection
+
     _check_numbers(inputs)
     # Before the fork: offsets that the side stream reads, and memory for its results.
     if inputs.k_cmp is not None:
@@ -177,27 +173,17 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
     with fork_join(inputs.q.device, enabled=both) as streams:
         with streams.on_side():
             if compressed is not None:
-                keys = KeyRange.of_blocks(call)
                 with stage(COMPRESSED):
-                    run_range_attention(
-                        "compressed_attention",
-                        compressed,
-                        keys,
-                        call.softmax_scale,
-                        results.compressed,
-                    )
+                    range_forward(compressed, KeyRange.of_blocks(call), results.compressed)
             if compressed is not None and selected is not None:
                 scored = SelectionInputs(compressed.q, compressed.k, results.lse_cmp)
                 with stage(SELECTION):
-                    select_blocks_by_kernel(scored, call, results.block_indices)
+                    run_selection(scored, call, results.block_indices)
                 with stage(SELECTED):
-                    run_selected_forward(selected, call, results.selected, unique=True)
+                    selected_forward(selected, call, results.selected, unique=True)
         if window is not None:
-            keys = KeyRange.of_window(call)
             with stage(WINDOW):
-                run_range_attention(
-                    "window_attention", window, keys, call.softmax_scale, results.window
-                )
+                range_forward(window, KeyRange.of_window(call), results.window)
     with stage(GATES):
         out_cmp = None if inputs.v_cmp is None else results.out_cmp
         out_slc = None if selected is None else results.out_slc
@@ -220,36 +206,33 @@ def _backward(
 ) -> BranchInputs:
     """Gradients of the inputs; keys that only score blocks, and their queries, have none."""
     from nsa.ops.range.launch import RangeBackward
+    from nsa.ops.selected.launch import selected_backward
 
     inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
     dout = rows(dout)
     # Before the fork: everything that both streams use, including offsets and copied layouts, and
     # the side stream's results. Branches add to dq in the order compressed, window, selected.
     dq, dgates = inputs.q.new_empty(inputs.q.shape), torch.zeros_like(inputs.gates)
-    dq_cmp = None
-    if inputs.q_cmp is not None and inputs.v_cmp is not None:
-        dq_cmp = inputs.q.new_empty(inputs.q.shape)
-    cmp = win = dkv_slc = None
-    scale = call.softmax_scale
+    dq_cmp = cmp = win = None
     adds = False
     compressed = None if inputs.v_cmp is None else _compressed(inputs)
     if compressed is not None:
-        into = dq if dq_cmp is None else dq_cmp
-        given = (compressed, results.compressed, dout, into, KeyRange.of_blocks(call), scale)
-        gated = Gated(inputs.gates, dgates)
-        cmp = RangeBackward.new("compressed_attention", *given, gated)
+        if inputs.q_cmp is not None:
+            dq_cmp = inputs.q.new_empty(inputs.q.shape)
+        given = (compressed, results.compressed, dout, dq if dq_cmp is None else dq_cmp)
+        cmp = RangeBackward(*given, KeyRange.of_blocks(call), Gated(inputs.gates, dgates))
         adds = dq_cmp is None
     if (window := _window(inputs)) is not None:
-        given = (window, results.window, dout, dq, KeyRange.of_window(call), scale)
-        gated = Gated(inputs.gates, dgates, adds)
-        win = RangeBackward.new("window_attention", *given, gated)
+        given, gated = (window, results.window, dout, dq), Gated(inputs.gates, dgates, adds)
+        win = RangeBackward(*given, KeyRange.of_window(call), gated)
         adds = True
+    dk_slc = dv_slc = None
     if (selected := _selected(inputs, results.block_indices)) is not None:
-        dkv_slc = (selected.k.new_empty(selected.k.shape), selected.v.new_empty(selected.v.shape))
+        dk_slc, dv_slc = (x.new_empty(x.shape) for x in (selected.k, selected.v))
     dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
     dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
     # All dQ and the selected branch in sequence, concurrently with dK and dV of the ranges.
-    with fork_join(inputs.q.device, enabled=[cmp, win, dkv_slc].count(None) < 2) as streams:
+    with fork_join(inputs.q.device, enabled=[cmp, win, dk_slc].count(None) < 2) as streams:
         with streams.on_side():
             if cmp is not None:
                 with stage(COMPRESSED):
@@ -259,11 +242,11 @@ def _backward(
                 with stage(WINDOW):
                     win.query_gradient()
             wait_win = streams.record()
-            if selected is not None and dkv_slc is not None:
-                grads, gated = (dq, *dkv_slc), Gated(inputs.gates, dgates, adds)
+            if selected is not None and dk_slc is not None and dv_slc is not None:
+                grads, gated = (dq, dk_slc, dv_slc), Gated(inputs.gates, dgates, adds)
                 with stage(SELECTED):
-                    run_selected_backward(
-                        selected, call, results.selected, dout, grads, gated=gated, unique=True
+                    selected_backward(
+                        selected, call, results.selected, dout, grads, gated, unique=True
                     )
         wait_cmp()
         if cmp is not None:
@@ -273,8 +256,8 @@ def _backward(
         if win is not None:
             with stage(WINDOW):
                 dkv_win = win.key_gradients()
-    has_dq = adds or dkv_slc is not None
-    of_keys = (*dkv_cmp, *(dkv_slc or (None, None)), *dkv_win)
+    has_dq = adds or dk_slc is not None
+    of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
     return BranchInputs._make((dq if has_dq else None, dq_cmp, *of_keys, dgates))
 
 

@@ -101,7 +101,7 @@ def run_compress(
     ``starts`` are the positions of the first token of each sequence, int32 ``[B]``; None means 0.
     """
     _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
-    cu_cmp, len_cmp = sequences.kernel_blocks(config)
+    cu_cmp, len_cmp = sequences.blocks_of(config)
     size, stride = config.compress_block_size, config.compress_stride
     where = (cu_k, cu_cmp, starts, num_sequences, len_k, len_cmp, size, stride)
     if backend == "triton" and config.phi != "mlp":

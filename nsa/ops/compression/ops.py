@@ -5,17 +5,20 @@ Triton is imported at the first launch.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys
-from nsa.ops._layout import rows
+from nsa.ops._layout import cdiv, next_power_of_2, rows
 from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
+
+if TYPE_CHECKING:
+    from nsa.ops._triton.kernel import Launch
 
 BLOCK_ROWS = 16
 # Bytes of each block that are loaded at a time: a short batch has too few programs to fill a GPU,
@@ -74,54 +77,51 @@ class Blocks(NamedTuple):
         table, offset = frequency_table(rope, like.device), rope.position_offset + self.middle
         return table, rope.magnitude, offset, self.starts
 
-    def constants(self, like: Tensor, num_heads: int, rope_text: str) -> dict[str, Any]:
-        """Constants and launch options common to all kernels."""
-        from nsa.ops._layout import next_power_of_2
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        like: Tensor,
+        rope_text: str,
+        is_limited: bool,
+        **constants: int,
+    ) -> Launch:
+        """Launch with a grid (tiles, KV heads, ...) for heads as those of ``like``.
+
+        Without ``is_limited`` the registers are limited only if whole blocks are written.
+        """
+        from nsa.ops._triton.kernel import Launch
         from nsa.ops.compression.kernels import Sizes
 
         rotary, size = Rope.from_text(rope_text).dim if rope_text else 0, like.shape[-1]
         tile = (BLOCK_ROWS, next_power_of_2(size))
         ahead = max(1, LOADED_BYTES // (tile[1] * like.element_size()))
-        sizes = Sizes(num_heads, size, self.size, self.stride, rotary, self.whole, *tile, ahead)
+        sizes = Sizes(grid[1], size, self.size, self.stride, rotary, self.whole, *tile, ahead)
         # Enough warps to keep a tile in registers.
         options = {"num_warps": 4 if size <= 128 else 8}
-        if self.whole:
+        if is_limited or self.whole:
             options["maxnreg"] = REGISTERS
-        return {"SIZES": sizes, **options}
+        return Launch(kernel, grid, SIZES=sizes, **constants, **options)
 
 
 def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
-    ropes = Blocks(*rest).ropes
-    return [_compress(*given, *rest) for given in zip(xs, weights, ropes, strict=True)]
+    blocks = Blocks(*rest)
+    return [_compress(*given, blocks) for given in zip(xs, weights, blocks.ropes, strict=True)]
 
 
-def _compress(x: Tensor, weight: Tensor | None, rope: str, *rest: Any) -> Tensor:
-    from nsa.ops._triton.kernel import Launch
+def _compress(x: Tensor, weight: Tensor | None, rope: str, blocks: Blocks) -> Tensor:
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
-    blocks = Blocks(*rest)
     check_keys("compress", "x", x)
     sequences, x, y = blocks.sequences(x), rows(x), _result(x, blocks)
-    num_rows, num_heads = x.shape[0] // blocks.stride, x.shape[1]
-    num_tiles = sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp)
-
-    def plan() -> Launch:
-        constants = blocks.constants(x, num_heads, rope)
-        if x.shape[-1] > 128:
-            constants["maxnreg"] = REGISTERS
-        return Launch(compress_fwd_kernel, (num_tiles, num_heads), **constants)
-
-    if num_tiles and num_rows:
-        once(plan)(
-            x,
-            None if weight is None else weight.contiguous(),
-            y,
-            *sequences.arguments(),
-            num_rows,
-            *blocks.rotation(x, rope),
-            x.stride(0),
-            x.stride(1),
-        )
+    num_rows = x.shape[0] // blocks.stride
+    grid = (sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp), x.shape[1])
+    if grid[0] and num_rows:
+        is_limited = x.shape[-1] > 128
+        launch = once(lambda: blocks.launch(compress_fwd_kernel, grid, x, rope, is_limited))
+        weight = None if weight is None else weight.contiguous()
+        where = (*sequences.arguments(), num_rows, *blocks.rotation(x, rope))
+        launch(x, weight, y, *where, *x.stride()[:2])
     return y
 
 
@@ -146,31 +146,25 @@ def _backward(
     *rest: Any,
 ) -> list[Tensor]:
     """Gradients dx ``[num_tokens, Hkv, D]`` and, with weights, dweight ``[Hkv, l, D]``."""
-    given = zip(dys, xs, weights, Blocks(*rest).ropes, strict=True)
-    return [y for of_one in given for y in _gradients_of(*of_one, num_tokens, *rest)]
+    blocks, found = Blocks(*rest), list[Tensor]()
+    for dy, x, weight, rope in zip(dys, xs, weights, blocks.ropes, strict=True):
+        found += _gradients_of(dy, x, weight, rope, num_tokens, blocks)
+    return found
 
 
 def _gradients_of(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, *rest: Any
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, blocks: Blocks
 ) -> list[Tensor]:
-    from nsa.ops._layout import cdiv, next_power_of_2
-    from nsa.ops._triton.kernel import Launch
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
-    blocks = Blocks(*rest)
-    sequences = blocks.sequences(dy)
+    sequences, dx = blocks.sequences(dy), _input_gradient(dy, num_tokens, blocks)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
-    dx, *_ = _gradients([dy], [x], [weight], num_tokens, *rest)
-    num_heads = dx.shape[1]
+    _, num_heads, head_size = dx.shape
     rotation, num_rows = blocks.rotation(dx, rope), num_tokens // blocks.stride
-    num_tiles = sequences.num_tiles(num_tokens, BLOCK_ROWS * blocks.stride, blocks.len_x)
-    if num_tiles and num_tokens:
-        constants = blocks.constants
-        launch = once(
-            lambda: Launch(
-                compress_dx_kernel, (num_tiles, num_heads), **constants(dx, num_heads, rope)
-            )
-        )
+    tile = BLOCK_ROWS * blocks.stride
+    grid = (sequences.num_tiles(num_tokens, tile, blocks.len_x), num_heads)
+    if grid[0] and num_tokens:
+        launch = once(lambda: blocks.launch(compress_dx_kernel, grid, dx, rope, False))
         launch(dy, weight, dx, *sequences.arguments(), num_rows, *rotation)
     if weight is None or x is None:
         return [dx]
@@ -179,22 +173,16 @@ def _gradients_of(
     dw = x.new_empty(parts, *weight.shape, dtype=torch.float32)
 
     def plan() -> Launch:
-        constants = blocks.constants(dx, num_heads, rope) | {"maxnreg": REGISTERS}
-        tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // constants["SIZES"].BLOCK_D)
+        tile = min(next_power_of_2(blocks.size), WEIGHT_TILE // next_power_of_2(head_size))
         grid = (parts, num_heads, cdiv(blocks.size, tile))
-        return Launch(compress_dw_kernel, grid, **constants, BLOCK_L=tile)
+        return blocks.launch(compress_dw_kernel, grid, dx, rope, True, BLOCK_L=tile)
 
-    once(plan)(
-        dy,
-        x,
-        dw,
-        *sequences.arguments(),
-        num_tiles,
-        *rotation,
-        x.stride(0),
-        x.stride(1),
-    )
+    once(plan)(dy, x, dw, *sequences.arguments(), num_tiles, *rotation, *x.stride()[:2])
     return [dx, dw.sum(0).to(weight.dtype)]
+
+
+def _input_gradient(dy: Tensor, num_tokens: int, blocks: Blocks) -> Tensor:
+    return dy.new_empty(num_tokens, dy.shape[0 if blocks.whole else 1], dy.shape[-1])
 
 
 def _gradients(
@@ -204,11 +192,10 @@ def _gradients(
     num_tokens: int,
     *rest: Any,
 ) -> list[Tensor]:
-    found, heads = list[Tensor](), 0 if Blocks(*rest).whole else 1
+    blocks, found = Blocks(*rest), list[Tensor]()
     for dy, weight in zip(dys, weights, strict=True):
-        found.append(dy.new_empty(num_tokens, dy.shape[heads], dy.shape[-1]))
-        if weight is not None:
-            found.append(weight.new_empty(weight.shape))
+        found.append(_input_gradient(dy, num_tokens, blocks))
+        found += [] if weight is None else [weight.new_empty(weight.shape)]
     return found
 
 

@@ -59,7 +59,7 @@ class AppendPlan(Constants):
 
 
 @triton.jit
-def take_in(
+def append_rows(
     new_ptr,
     cache_ptr,
     table_ptr,
@@ -202,7 +202,9 @@ def decode_append_kernel(
     cached = tl.load(lengths_ptr + b)
     for k in tl.static_range(len(PLAN.streams)):
         if tl.program_id(2) == k:
-            take_in(new_ptrs[k], cache_ptrs[k], table_ptr, b, head, cached, table_width, P, PLAN, k)
+            append_rows(
+                new_ptrs[k], cache_ptrs[k], table_ptr, b, head, cached, table_width, P, PLAN, k
+            )
             TARGET: tl.constexpr = PLAN.streams[k].compresses
             if TARGET >= 0:
                 SIZE: tl.constexpr = PLAN.streams[k].size

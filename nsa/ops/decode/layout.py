@@ -126,7 +126,7 @@ def load_gate(gates_ptr, place, ok, BRANCH: tl.constexpr):
 
 @triton.jit
 def gated_branch(
-    shares,
+    parts,
     rows,
     before,
     BRANCH: tl.constexpr,
@@ -139,7 +139,7 @@ def gated_branch(
 
     It merges ``NUM`` partial results, which begin ``before`` splits after the group's first one.
     """
-    out_ptr, lse_ptr, first = shares
+    out_ptr, lse_ptr, first = parts
     gates_ptr, place, row, ok = rows
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     d = tl.arange(0, BLOCK_DV)
@@ -169,7 +169,7 @@ def gated_branch(
 
 @triton.jit
 def gated_sum(
-    shares,
+    parts,
     rows,
     P: tl.constexpr,
     HEADS: tl.constexpr,
@@ -183,7 +183,7 @@ def gated_sum(
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
     if SPLITS.cmp * HAS_CMP > 0:
-        out += gated_branch(shares, rows, 0, 0, SPLITS.cmp, ROWS, HEADS, BLOCK_S)
+        out += gated_branch(parts, rows, 0, 0, SPLITS.cmp, ROWS, HEADS, BLOCK_S)
     if SPLITS.win > 0:
-        out += gated_branch(shares, rows, SPLITS.cmp, 2, SPLITS.win, ROWS, HEADS, BLOCK_S)
+        out += gated_branch(parts, rows, SPLITS.cmp, 2, SPLITS.win, ROWS, HEADS, BLOCK_S)
     return out

@@ -65,8 +65,8 @@ def selected_split(
         p = block * P.BLOCK_SIZE + row
         here = p <= t
         at = (page.to(tl.int64) * P.BLOCK_SIZE + row) * P.HKV + head
-        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
-        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
+        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
         s = tl.where(here[None, :], products(q, k, False), -float("inf"))
         row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
         keys += tl.sum(here.to(tl.int32), 0)
@@ -126,16 +126,16 @@ def decode_merge_kernel(
     _, place, _ = query_rows(row, b, head, cached, P)
     ok = row < end_row
     rows = (gates_ptr, place, row, ok)
-    shares = (partial_ptr, lse_ptr, first)
+    parts = (partial_ptr, lse_ptr, first)
     if SPLITS.slc == 0:
-        y = gated_sum(shares, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
+        y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
         store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
     else:
         m = tl.arange(0, BLOCK_M)
         row_m = first_row + m
         _, place_m, _ = query_rows(row_m, b, head, cached, P)
         ok_m = (m < BLOCK_G) & (row_m < end_row)
-        q = load_rows(q_ptr, place_m, ok_m, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        q = load_rows(q_ptr, place_m, ok_m, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         token = b * P.QUERIES + query
         out, lse = selected_split(
             q,
@@ -156,7 +156,7 @@ def decode_merge_kernel(
         others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
         if SPLITS.slc == 1:
             y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]
-            y += load_rows(others, row_m, ok_m, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+            y += load_rows(others, row_m, ok_m, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
             store_rows(out_ptr, place_m, ok_m, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
         else:
             before = SPLITS.cmp + SPLITS.win
@@ -164,6 +164,6 @@ def decode_merge_kernel(
             store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV, HEADS.BLOCK_DV)
             counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
             if is_last(counter, SPLITS.slc):
-                y = gated_branch(shares, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
-                y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+                y = gated_branch(parts, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
+                y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
                 store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)

@@ -61,7 +61,7 @@ def compressed_split(
         here = i < end
         ahead = i + BLOCK_N
         next_at = compressed_rows(table_ptr, b, table_width, ahead, ahead < end, P) * P.HKV + head
-        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         s = products(q, k, False)  # [M, BLOCK_N]
         tl.store(
             scores_ptr + group[:, None] * most_blocks + i[None, :],
@@ -75,7 +75,7 @@ def compressed_split(
             total += tl.sum(tl.exp2(s * scale - new_max[:, None]), 1)
             row_max = new_max
         else:
-            v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+            v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
             row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
         at = next_at
     if tl.program_id(2) == 0:
@@ -111,8 +111,8 @@ def window_split(
         p = start + tl.arange(0, BLOCK_N)
         here = p < end
         at = (b.to(tl.int64) * P.RING + p % P.RING) * P.HKV + head
-        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
-        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV, True)
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
+        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
         seen = (p[None, :] <= t[:, None]) & (p[None, :] > t[:, None] - P.WINDOW)
         s = tl.where(seen & here[None, :], products(q, k, False), -float("inf"))
         row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
@@ -165,7 +165,7 @@ def decode_scan_kernel(
     at = share.to(tl.int64) * (P.QUERIES * P.G) + row
     if split < SPLITS.cmp:
         if SPLITS.cmp > 0:
-            q = load_rows(q_cmp_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+            q = load_rows(q_cmp_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
             out, lse = compressed_split(
                 q,
                 query,
@@ -185,7 +185,7 @@ def decode_scan_kernel(
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
     else:
         if SPLITS.win > 0:
-            q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D, True)
+            q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
             out, lse = window_split(
                 q,
                 query,

@@ -8,7 +8,8 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
-from nsa.ops.selection.kernels import INFINITE_BITS, LAST_ID, block_scores, sorted_ids
+from nsa.ops.selection.kernels import INFINITE_BITS, block_scores, sorted_ids
+from nsa.ops.selection.two_stage import LAST_ID
 
 
 @triton.jit
@@ -173,8 +174,8 @@ def decode_select_kernel(
         row = query * P.G + h
         ok = h < P.G
         _, place, _ = query_rows(row, group // P.HKV, group % P.HKV, cached, P)
-        shares = (partial_ptr, lse_ptr, group * (SPLITS.cmp + SPLITS.win + SPLITS.slc))
+        parts = (partial_ptr, lse_ptr, group * (SPLITS.cmp + SPLITS.win + SPLITS.slc))
         rows = (gates_ptr, place, row, ok)
-        y = gated_sum(shares, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
+        y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
         others = others_ptr + group.to(tl.int64) * (P.QUERIES * P.G * HEADS.DV)
         store_rows(others, row, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)

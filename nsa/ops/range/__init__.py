@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,8 @@ from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_heads, check_qkv, scale_of
-from nsa.ops._operator import Call
+from nsa.ops._operator import Call, KeyRange, register_attention
 from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
-from nsa.ops.range.ops import compressed_attention_op, window_attention_op
 from nsa.ops.range.reference import (
     RangeInputs,
     RangeResults,
@@ -20,7 +21,49 @@ from nsa.ops.range.reference import (
 )
 from nsa.stages import COMPRESSED, WINDOW, in_stage
 
-__all__ = ["run_window_attention", "window_attention"]
+__all__ = [
+    "compressed_attention",
+    "run_compressed_attention",
+    "run_window_attention",
+    "window_attention",
+]
+
+
+def _register(
+    name: str, keys_of: Callable[[Call], KeyRange]
+) -> Callable[[RangeInputs, Call], RangeResults]:
+    """Register ``nsa::<name>`` and its backward; Triton is imported when they first run.
+
+    Args:
+        name: name of the operator.
+        keys_of: returns the keys visible to a query.
+    """
+
+    def fake(inputs: RangeInputs, call: Call) -> RangeResults:
+        return RangeResults.new(inputs.q, inputs.v)
+
+    def forward(inputs: RangeInputs, call: Call) -> RangeResults:
+        from nsa.ops.range.launch import range_forward
+
+        results = fake(inputs, call)
+        range_forward(inputs, keys_of(call), results)
+        return results
+
+    def backward(
+        inputs: RangeInputs, results: RangeResults, dout: Tensor, call: Call
+    ) -> RangeInputs:
+        from nsa.ops.range.launch import RangeBackward
+
+        dq = inputs.q.new_empty(inputs.q.shape)
+        halves = RangeBackward(inputs, results, dout, dq, keys_of(call))
+        halves.query_gradient()
+        return RangeInputs(dq, *halves.key_gradients())
+
+    return register_attention(name, RangeInputs, RangeResults, forward, backward, fake)
+
+
+window_attention_op = _register("window_attention", KeyRange.of_window)
+compressed_attention_op = _register("compressed_attention", KeyRange.of_blocks)
 
 
 def window_attention(
@@ -77,9 +120,6 @@ def run_window_attention(inputs: RangeInputs, call: Call, backend: str) -> Range
         return window_attention_op(inputs, call)
     with torch.autocast(inputs.q.device.type, enabled=False):
         return window_attention_reference(inputs, call)
-
-
-__all__ = ["compressed_attention", "run_compressed_attention"]
 
 
 def compressed_attention(

@@ -136,7 +136,7 @@ def range_fwd_kernel(
         keys = Span(head_kv, first_key, num_keys)
         rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, BLOCK_M, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         row_max, total, acc = softmax_start(BLOCK_M, BLOCK_DV)
         scale = softmax_scale * LOG2_E
         visible_end = high(rows.t, size, stride, WINDOW)  # [BLOCK_M]
@@ -226,8 +226,8 @@ def range_dq_kernel(
         rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, BLOCK_M, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         dout_at = rows.token * stride_do[0] + rows.head * stride_do[1]
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
-        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV, True)  # [BLOCK_M, BLOCK_DV]
+        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         out_row = rows.token * HEADS.HQ + rows.head
         at = rows.head.to(tl.int64) * num_rows + first_q + rows.row
         delta, lse = load_statistics(
@@ -263,7 +263,7 @@ def range_dq_kernel(
                 dq = tl.dot(ds, k, dq, input_precision="ieee")
         dq *= softmax_scale
         if ADD:
-            dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D, True).to(tl.float32)
+            dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D).to(tl.float32)
         store_rows(dq_ptr, out_row, rows.ok, D, dq, D, BLOCK_D)
 
 
@@ -364,9 +364,9 @@ def range_dkv_kernel(
         if (first < end) | (tl.num_programs(2) == 1):
             # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
             k_ptr += head_kv * stride_k[1]
-            k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
+            k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
             v_ptr += head_kv * stride_v[1]
-            v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV, True)
+            v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
             offset = num_tokens - num_q
             scale = softmax_scale * LOG2_E
             # Query tiles, each processed once per head: masked, unmasked, masked, and past the end
@@ -479,6 +479,6 @@ def sum_chunks(
     if first < end:
         part = row + (first // chunk_rows).to(tl.int64) * step
         for _ in tl.range(first // chunk_rows, (end - 1) // chunk_rows + 1):
-            total += load_rows(part_ptr, part, ok, D, D, BLOCK_D, True)
+            total += load_rows(part_ptr, part, ok, D, D, BLOCK_D)
             part += step
     store_rows(out_ptr, row, ok, D, total, D, BLOCK_D)

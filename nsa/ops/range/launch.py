@@ -6,12 +6,12 @@ Tensors that outlive a launcher are allocated before it, so that the caller choo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, Heads, block_of, by_head, cdiv, rows
 from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
@@ -32,10 +32,9 @@ MIN_CHUNK_ROWS = 512
 TARGET_PROGRAMS = 10_240
 
 
-def tile_name(operator: str, kind: str, keys: KeyRange) -> str:
+def tile_name(kind: str, keys: KeyRange) -> str:
     """Kernel name in the tile tables; very many keys have a separate tile."""
-    many = not keys.window and keys.len_key >= LONG_KEYS
-    return f"{operator}_{kind}{'_long' if many else ''}"
+    return f"{keys.name}_{kind}{'_long' * (not keys.window and keys.len_key >= LONG_KEYS)}"
 
 
 def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
@@ -47,21 +46,16 @@ def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int
     return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
 
 
-def range_forward(
-    name: str,
-    inputs: RangeInputs,
-    out: Tensor,
-    lse: Tensor,
-    keys: KeyRange,
-    softmax_scale: float,
-) -> None:
-    """Write out ``[T, Hq, Dv]`` and lse fp32 ``[Hq, T]``; ``name`` selects the tile."""
-    q, k, v = inputs
+def range_forward(inputs: RangeInputs, keys: KeyRange, results: RangeResults) -> None:
+    """Write the results; their lse is a view of ``[Hq, T]``."""
+    check_queries(keys.name, inputs.q)
+    check_keys(keys.name, "k" if keys.window else "k_cmp", inputs.k, keys.stride)
+    q, k, v = inputs = RangeInputs(*(rows(x) for x in inputs))
+    out, lse = results.out, results.lse.t()
 
     def plan() -> tuple[Tile, Launch]:
-        tile = fitting(tile_for(tile_name(name, "fwd", keys), q, v), k, v)
-        constants = constants_of(inputs, keys, softmax_scale)
-        grid = query_grid(inputs, keys, tile)
+        tile = fitting(tile_for(tile_name("fwd", keys), q, v), k, v)
+        constants, grid = constants_of(inputs, keys), query_grid(inputs, keys, tile)
         return tile, Launch(range_fwd_kernel, grid, **constants, TILE=tile, **tile.launch_options())
 
     if q.shape[0] and not k.shape[0]:
@@ -89,14 +83,14 @@ def query_grid(inputs: RangeInputs, keys: KeyRange, tile: Tile) -> tuple[int, in
     return where.num_tiles(rows, tile.rows, where.len_q * group_size), num_kv_heads
 
 
-def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> dict[str, Any]:
+def constants_of(inputs: RangeInputs, keys: KeyRange) -> dict[str, Any]:
     """Constants common to all kernels, except the tile."""
     q, k, v = inputs
     return {
         "stride_q": q.stride(),
         "stride_k": k.stride(),
         "stride_v": v.stride(),
-        "softmax_scale": softmax_scale,
+        "softmax_scale": keys.softmax_scale,
         "size": keys.size,
         "stride": keys.stride,
         "HEADS": Heads.of(q, v),
@@ -104,88 +98,51 @@ def constants_of(inputs: RangeInputs, keys: KeyRange, softmax_scale: float) -> d
     }
 
 
-@dataclass(frozen=True)
 class RangeBackward:
-    """Tensors of a backward pass: inputs, and values passed from the dQ to the dK and dV kernel.
+    """Backward pass in two halves: dQ, then dK and dV. Allocates everything except dk and dv.
 
-    Attributes:
-        name: name of the operator.
+    Args:
         inputs: inputs of the forward.
-        results: results of the forward, with lse as ``[Hq, T]``.
-        dout: gradient of out; with gates, the gradient of the gated sum of the branches.
-        dq: gradient of q, contiguous.
+        results: results of the forward.
+        dout: gradient of out; with ``gated``, that of the gated sum of the branches.
+        dq: output for the gradient of q, contiguous.
         keys: keys visible to a query.
-        softmax_scale: factor on the scores.
         gated: gates and gradients for the backward of the gated sum.
-        delta: fp32 ``[Hq, T]``: row sums of out * dout.
-        gated_lse: with gates, lse of the gated branch, written by the dQ kernel; otherwise the lse
-            of the forward.
     """
 
-    name: str
-    inputs: RangeInputs
-    results: RangeResults
-    dout: Tensor
-    dq: Tensor
-    keys: KeyRange
-    softmax_scale: float
-    gated: Gated
-    delta: Tensor
-    gated_lse: Tensor
-
-    @classmethod
-    def new(
-        cls,
-        name: str,
+    def __init__(
+        self,
         inputs: RangeInputs,
         results: RangeResults,
         dout: Tensor,
         dq: Tensor,
         keys: KeyRange,
-        softmax_scale: float,
         gated: Gated | None = None,
-    ) -> RangeBackward:
-        """Prepare the backward of the operator ``name``; allocates everything except dk and dv.
+    ) -> None:
+        self.inputs, self.dout = RangeInputs(*(rows(x) for x in inputs)), rows(dout)
+        self.out, self.lse = results.out, by_head(results.lse)
+        self.dq, self.keys, self.gated = dq, keys, gated or Gated()
+        # Row sums of out * dout, and with gates the lse of the gated branch, both written by the
+        # first half for the second.
+        self.delta, gates = torch.empty_like(self.lse), self.gated.gates
+        self.gated_lse = self.lse if gates is None else torch.empty_like(self.lse)
 
-        Args:
-            name: name of the operator.
-            inputs: inputs of the forward.
-            results: results of the forward.
-            dout: gradient of ``out``; with ``gated``, that of the gated sum of the branches.
-            dq: output for the gradient of q, contiguous.
-            keys: keys visible to a query.
-            softmax_scale: factor on the scores.
-            gated: gates and gradients for the backward of the gated sum.
-        """
-        inputs, gated = RangeInputs(*(rows(x) for x in inputs)), gated or Gated()
-        lse = by_head(results.lse)
-        made = (torch.empty_like(lse), lse if gated.gates is None else torch.empty_like(lse))
-        results = RangeResults(results.out, lse)
-        return cls(name, inputs, results, rows(dout), dq, keys, softmax_scale, gated, *made)
-
-    def tile_name(self, kind: str) -> str:
-        """Kernel name in the tile tables."""
-        return tile_name(self.name, kind, self.keys)
-
-    @property
     def constants(self) -> dict[str, Any]:
         """Constants common to both kernels, except the tile."""
-        constants = constants_of(self.inputs, self.keys, self.softmax_scale)
-        return {**constants, "stride_do": self.dout.stride()}
+        return {**constants_of(self.inputs, self.keys), "stride_do": self.dout.stride()}
 
     def query_gradient(self) -> None:
         """First half of the backward: dq and, for the second half, delta and the gated lse."""
-        q, k, v = self.inputs
-        keys, gated = self.keys, self.gated
+        (q, k, v), keys, gated = self.inputs, self.keys, self.gated
         if q.shape[0] == 0 or k.shape[0] == 0:
             if not gated.adds:
                 self.dq.zero_()
             return
 
         def plan() -> tuple[Tile, Launch]:
-            tile = fitting(tile_for(self.tile_name("dq"), q, v), k, v)
+            tile = fitting(tile_for(tile_name("dq", keys), q, v), k, v)
             grid = query_grid(self.inputs, keys, tile)
-            constants = {**self.constants, "TILE": tile, "ADD": gated.adds}
+            constants = {**self.constants(), "TILE": tile, "ADD": gated.adds}
             return tile, Launch(range_dq_kernel, grid, **constants, **tile.launch_options())
 
         tile, launch = once(plan)
@@ -193,9 +150,9 @@ class RangeBackward:
             q,
             source(k, tile.keys, tile),
             source(v, tile.keys, tile),
-            self.results.out,
+            self.out,
             self.dout,
-            self.results.lse,
+            self.lse,
             self.delta,
             self.dq,
             gated.pointers(self.gated_lse),
@@ -236,11 +193,8 @@ class RangeBackward:
             k.shape[0],
         )
         if is_partial:
-            plan.reduce(
-                *(dk_sum, dv_sum, dk, dv),
-                *keys.arguments(),
-                *(plan.chunk_rows, k.shape[0], keys.size, keys.stride),
-            )
+            sizes = (plan.chunk_rows, k.shape[0], keys.size, keys.stride)
+            plan.reduce(dk_sum, dv_sum, dk, dv, *keys.arguments(), *sizes)
         return dk, dv
 
 
@@ -265,7 +219,7 @@ class KeyPlan(NamedTuple):
 def plan_keys(backward: RangeBackward) -> KeyPlan:
     """Plan the second half of the backward."""
     (q, k, v), keys, len_q = backward.inputs, backward.keys, backward.keys.sequences.len_q
-    tile, num_kv_heads = tile_for(backward.tile_name("dkv"), q, v), k.shape[1]
+    tile, num_kv_heads = tile_for(tile_name("dkv", keys), q, v), k.shape[1]
     num_blocks = keys.sequences.num_tiles(k.shape[0], tile.keys, keys.len_key)
     most = min(len_q, keys.size) if keys.window else len_q
     programs = num_blocks * num_kv_heads
@@ -274,7 +228,7 @@ def plan_keys(backward: RangeBackward) -> KeyPlan:
     if q.shape[1] == num_kv_heads and tile.max_registers is not None:
         # Evenly spaced addresses are kept in registers, which leaves none for pipelined edges.
         tile = tile._replace(edge_stages=1)
-    constants, grid = backward.constants, (num_blocks, num_kv_heads)
+    constants, grid = backward.constants(), (num_blocks, num_kv_heads)
     launch = Launch(
         range_dkv_kernel, (*grid, chunks[0]), **constants, TILE=tile, **tile.launch_options()
     )

@@ -9,11 +9,15 @@ from nsa.config import NSAConfig
 from nsa.errors import check, fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_block_indices, check_qkv, scale_of
-from nsa.ops._operator import Call
+from nsa.ops._operator import Call, register_attention
 from nsa.ops._sequences import open_sequences, pack
-from nsa.ops.selected.ops import selected_attention_op
 from nsa.ops.selected.reference import selected_attention_reference
-from nsa.ops.selected.types import ALGORITHMS, SCATTER_THRESHOLD, SelectedInputs
+from nsa.ops.selected.types import (
+    ALGORITHMS,
+    SCATTER_THRESHOLD,
+    SelectedInputs,
+    SelectedResults,
+)
 from nsa.stages import SELECTED, in_stage
 
 __all__ = [
@@ -23,6 +27,34 @@ __all__ = [
     "run_selected_attention",
     "selected_attention",
 ]
+
+
+def _forward(inputs: SelectedInputs, call: Call) -> SelectedResults:
+    from nsa.ops.selected.launch import selected_forward
+
+    results = _new_results(inputs, call)
+    selected_forward(inputs, call, results)
+    return results
+
+
+def _backward(
+    inputs: SelectedInputs, results: SelectedResults, dout: Tensor, call: Call
+) -> SelectedInputs:
+    from nsa.ops.selected.launch import selected_backward
+
+    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    selected_backward(inputs, call, results, dout, (dq, dk, dv))
+    return SelectedInputs(dq, dk, dv, None)  # type: ignore[arg-type]
+
+
+def _new_results(inputs: SelectedInputs, call: Call) -> SelectedResults:
+    q, _, v, block_indices = inputs
+    return SelectedResults.new(q, v, block_indices, call.algorithm)
+
+
+selected_attention_op = register_attention(
+    "selected_attention", SelectedInputs, SelectedResults, _forward, _backward, _new_results
+)
 
 
 def selected_attention(

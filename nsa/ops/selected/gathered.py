@@ -274,9 +274,9 @@ def selected_gather_fwd_kernel(
         key_row = (first_key + key).to(tl.int64)
         # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
-        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
+        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
         v_ptr += head_kv * stride_v[1]
-        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV, True)
+        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
         first_row = segment.to(tl.int64) * segment_rows
         scale = softmax_scale * LOG2_E
         order_ptr += local
@@ -293,7 +293,7 @@ def selected_gather_fwd_kernel(
             rows = locate_rows(selection, r, num_rows, G, HKV * BLOCKS.N, BLOCK_M)
             token = first_row + rows.query
             q_at = token * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
-            q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+            q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
             row_max = tl.max(s, 1) * scale
             p = tl.exp2(s * scale - row_max[:, None])
@@ -341,7 +341,7 @@ def selected_merge_out_kernel(
             local_lse = tl.load(lse_ptr + row, mask=row_ok, other=-float("inf")) * LOG2_E
             row_max = tl.maximum(local_lse, -1e30)
             total = tl.exp2(local_lse - row_max)
-            out = load_rows(out_ptr, row, row_ok, DV, DV, BLOCK_DV, True)  # [BLOCK_M, BLOCK_DV]
+            out = load_rows(out_ptr, row, row_ok, DV, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
             acc = out.to(tl.float32) * total[:, None]
             for first in tl.range(0, N * PARTS, BLOCK_S):
                 part, ok = slot_rows(

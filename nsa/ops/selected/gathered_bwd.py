@@ -64,8 +64,8 @@ def finish_keys(
         begin = tl.load(begin_ptr + segment * key_blocks + key_block)
         end = begin + tl.load(length_ptr + segment * key_blocks + key_block)
         if begin > tl.load(begin_ptr + key_block):
-            dk += load_rows(dk_sum_ptr, row, ok, D, D, BLOCK_D, True)
-            dv += load_rows(dv_sum_ptr, row, ok, DV, DV, BLOCK_DV, True)
+            dk += load_rows(dk_sum_ptr, row, ok, D, D, BLOCK_D)
+            dv += load_rows(dv_sum_ptr, row, ok, DV, DV, BLOCK_DV)
         at_last = last_segment * key_blocks + key_block
         final = end == tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
         if not final:
@@ -208,9 +208,9 @@ def selected_gather_bwd_kernel(
         key_row = (first_key + key).to(tl.int64)
         # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
-        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D, True)
+        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
         v_ptr += head_kv * stride_v[1]
-        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV, True)
+        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         first_row = segment.to(tl.int64) * segment_rows
@@ -237,10 +237,10 @@ def selected_gather_bwd_kernel(
                 head_q = head_kv * G + rows.head
                 at = token * HEADS.HQ + head_q
                 q_at = token * stride_q[0] + head_q * stride_q[1]
-                q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+                q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
                 dout_at = token * stride_do[0] + head_q * stride_do[1]
                 # [BLOCK_M, BLOCK_DV]
-                dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV, True)
+                dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)
                 lse = load_vector(lse_ptr + at, rows.ok, float("inf"), SPLIT) * LOG2_E
                 delta = load_vector(delta_ptr + at, rows.ok, 0.0, SPLIT)
                 causal = past == 0 if SPLIT else r < hidden * G
@@ -375,5 +375,5 @@ def selected_merge_dq_kernel(
                 dq += tl.sum(load_slots(part_ptr, part, ok, D, BLOCK_D), 1)
             row = first_row * HQ + r
             if ADD:
-                dq += load_rows(dq_ptr, row, row_ok, D, D, BLOCK_D, True).to(tl.float32)
+                dq += load_rows(dq_ptr, row, row_ok, D, D, BLOCK_D).to(tl.float32)
             store_rows(dq_ptr, row, row_ok, D, dq, D, BLOCK_D)

@@ -52,24 +52,19 @@ class SelectedBlocks(NamedTuple):
         return cls(slots, block_size, SCATTER_THRESHOLD * slots)
 
 
-@dataclass(frozen=True)
-class Lists:
+class Lists(NamedTuple):
     """Blocks selected by the queries of each tile.
 
     Attributes:
         block: int32 ``[Hkv, tiles, list_len]``, ascending.
         query_mask: same shape; bit i is set if query i of the tile selected the block.
-        count: int32 ``[Hkv, tiles, 4]``: number of blocks fully in the past of every query, fully
+        counts: int32 ``[Hkv, tiles, 4]``: number of blocks fully in the past of every query, fully
             inside the sequence, in total, and before the last two local blocks of every query.
     """
 
     block: Tensor
     query_mask: Tensor
-    count: Tensor
-
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the kernel arguments."""
-        return self.block, self.query_mask, self.count
+    counts: Tensor
 
 
 @dataclass(frozen=True)

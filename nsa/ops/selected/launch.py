@@ -1,4 +1,4 @@
-"""Launchers of the kernels of the selected branch. No autograd, no input validation.
+"""Launchers of the kernels of the selected branch. No autograd; only index limits are checked.
 
 Tensors that outlive a launcher are allocated before it, and tensors that both of its streams use
 are allocated before the fork (``nsa/ops/_side_stream.py``).
@@ -6,13 +6,13 @@ are allocated before the fork (``nsa/ops/_side_stream.py``).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.ops._checks import check_numbers
-from nsa.ops._layout import Gated, Heads, block_of, cdiv, next_power_of_2
+from nsa.ops._checks import check_keys, check_numbers, check_queries
+from nsa.ops._layout import Gated, Heads, block_of, cdiv, next_power_of_2, rows
 from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
@@ -36,7 +36,7 @@ from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, se
 from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
 
 # Average number of partial results per query head that are kept at once.
-HELD_SLOTS = 4
+MAX_PARTIALS_PER_HEAD = 4
 # Partial results with fewer bytes than this are kept in one segment.
 SMALL = 1 << 26
 # Selections per chunk: in the forward, in the backward, and in the backward with dQ if no sequence
@@ -67,15 +67,15 @@ def is_always_tiled(inputs: SelectedInputs, call: Call) -> bool:
 def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
     """Number of segments of the gathered algorithm, by shapes alone for a fixed summation order.
 
-    The partial results need at most ``HELD_SLOTS * row_bytes`` per query (6 KiB for 12 heads of 64
-    two-byte elements), or ``SMALL`` in total.
+    The partial results need at most ``MAX_PARTIALS_PER_HEAD * row_bytes`` per query (6 KiB for 12
+    heads of 64 two-byte elements), or ``SMALL`` in total.
 
     Args:
         num_rows: number of queries.
         slots: partial results per query head.
         row_bytes: bytes of one partial result over all query heads.
     """
-    least = max(-(-slots // HELD_SLOTS), 1)
+    least = max(-(-slots // MAX_PARTIALS_PER_HEAD), 1)
     return max(1, min(num_rows, least, -(-num_rows * slots * row_bytes // SMALL)))
 
 
@@ -91,15 +91,13 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
     Tiles consist of whole queries, unless that would leave more than an eighth of the rows unused.
     """
     most = max(next_power_of_2(MAX_QUERIES * group_size), 16)
-    rows = min(tile.rows, most)
-    warps = max(1, tile.warps * rows // tile.rows)
-    whole = min(rows // group_size, MAX_QUERIES) * group_size
-    # The register limit was measured with all rows.
-    limit = tile.max_registers if rows == tile.rows else MOST_REGISTERS
-    tile = tile._replace(
-        rows=rows, warps=warps, keys=min(tile.keys, block_size), max_registers=limit
-    )
-    return tile, whole if 8 * (rows - whole) <= rows else rows
+    used = min(tile.rows, most)
+    if used < tile.rows:  # the register limit was measured with all rows
+        warps = max(1, tile.warps * used // tile.rows)
+        tile = tile._replace(rows=used, warps=warps, max_registers=MOST_REGISTERS)
+    whole = min(used // group_size, MAX_QUERIES) * group_size
+    tile = tile._replace(keys=min(tile.keys, block_size))
+    return tile, whole if 8 * (used - whole) <= used else used
 
 
 def chunk_size(num_selections: int) -> int:
@@ -107,11 +105,6 @@ def chunk_size(num_selections: int) -> int:
     return min(
         BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_selections // PROGRAMS, 1).bit_length() - 1))
     )
-
-
-def slots_of_step(slots: int, block: int) -> int:
-    """Slots per step of a merge, for rows of ``block`` elements."""
-    return max(1, min(next_power_of_2(slots), MERGED // block))
 
 
 def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None) -> dict[str, Any]:
@@ -128,8 +121,7 @@ def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None)
 def fitted(kernel: str, inputs: SelectedInputs, call: Call) -> tuple[Tile, int]:
     """Tile of a kernel of the tiled algorithm, and its number of used rows."""
     q, k, v, _ = inputs
-    group_size = q.shape[1] // k.shape[1]
-    tile, used = tile_of(tile_for(kernel, q, v), group_size, call.config.block_size)
+    tile, used = tile_of(tile_for(kernel, q, v), q.shape[1] // k.shape[1], call.config.block_size)
     return fitting(tile, k, v), used
 
 
@@ -170,7 +162,7 @@ def merge_launch(
         BLOCKS=constants["BLOCKS"],
         PARTS=parts,
         BLOCK_M=MERGE_ROWS,
-        BLOCK_S=slots_of_step(slots, block_of(size)),
+        BLOCK_S=max(1, min(next_power_of_2(slots), MERGED // block_of(size))),
         STEPS=MERGE_STEPS,
         num_warps=MERGE_WARPS,
         **more,
@@ -180,8 +172,12 @@ def merge_launch(
 def selected_forward(
     inputs: SelectedInputs, call: Call, results: SelectedResults, *, unique: bool = False
 ) -> None:
-    """Write the results, see :class:`SelectedResults`."""
-    q, k, v, block_indices = inputs
+    """Write the results; ``unique`` tells whether no query selects a block twice."""
+    q, k, v, block_indices = inputs = inputs.read()
+    name, counted = "selected_attention", "selections (tokens times KV heads times slots)"
+    check_queries(name, q)
+    check_keys(name, "k", k)
+    check_numbers(name, "block_indices", block_indices.numel(), counted)
     if block_indices.numel() == 0:
         results.out.zero_()
         results.lse.fill_(-torch.inf)
@@ -208,7 +204,7 @@ def selected_forward(
             source(v, tile.keys, tile),
             results.out,
             results.lse,
-            lists.pointers(),
+            tuple(lists),
             tile_stats,
             *call.sequences.arguments(),
             lists.block.shape[1],
@@ -298,38 +294,29 @@ def gather_forward(
         merge(*(part, lse_part, index.remote, results.out, results.lse, results.tile_stats), *where)
 
 
-class BackwardInputs(NamedTuple):
-    """Inputs of the backward kernels.
-
-    Attributes:
-        q, k, v, dout: as in the forward; with gates, dout is the gradient of the gated sum.
-        lse: fp32 ``[T, Hq]`` of the branch; with gates, that of the gated branch.
-        delta: fp32 ``[T, Hq]``: row sums of out * dout.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor
-
-
 def selected_backward(
     inputs: SelectedInputs,
     call: Call,
     results: SelectedResults,
     dout: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
-    gated: Gated,
+    gated: Gated | None = None,
     *,
     unique: bool = False,
 ) -> None:
-    """Write ``grads``: dq, dk, dv in the shapes of q, k, v, contiguous.
+    """Run the backward.
 
-    ``results`` are those of the forward. With gates, dout is the gradient of the gated sum of the
-    branches.
+    Args:
+        inputs: inputs of the forward.
+        call: non-tensor arguments of the forward.
+        results: results of the forward.
+        dout: gradient of out; with ``gated``, that of the gated sum of the branches.
+        grads: outputs for dq, dk and dv, contiguous.
+        gated: gates and gradients for the backward of the gated sum.
+        unique: whether no query selects a block twice, as in results of
+            :func:`nsa.select_blocks`.
     """
+    inputs, dout, gated = inputs.read(), rows(dout), gated or Gated()
     (q, k, v, block_indices), (dq, *dkv) = inputs, grads
     if block_indices.numel() == 0:
         for grad in dkv if gated.adds else grads:
@@ -337,7 +324,8 @@ def selected_backward(
         return
     tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
     lse = results.lse if gated.gates is None else torch.empty_like(results.lse)
-    read = BackwardInputs(q, k, v, dout, lse, torch.empty_like(lse))
+    # lse of the (gated) branch, and row sums of out * dout.
+    read = (q, k, v, dout, lse, torch.empty_like(lse))
     index, chunks, chunks_with_dq = new_backward_index(
         inputs, call, None if tile_stats is None else results.order
     )
@@ -351,9 +339,9 @@ def selected_backward(
         # The device runs one of the two algorithms, which share buffers; the kernels of the other
         # one, launched at the same time, exit immediately.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
-        rows = most * call.config.block_size
-        check_numbers("selected_attention", "k", rows, "rows of sums of dK and dV")
-        partial = (_sums(q, rows, q.shape[2]), _sums(q, rows, v.shape[2]))
+        num_sums = most * call.config.block_size
+        check_numbers("selected_attention", "k", num_sums, "rows of sums of dK and dV")
+        partial = (_sums(q, num_sums, q.shape[2]), _sums(q, num_sums, v.shape[2]))
         keys = (inputs, call, (dkv[0], dkv[1]), partial, index)
         if chunks_with_dq is not None:
             streams.fork()
@@ -363,7 +351,7 @@ def selected_backward(
 
 
 def _tiled_query_gradient(
-    read: BackwardInputs,
+    read: tuple[Tensor, ...],
     inputs: SelectedInputs,
     call: Call,
     results: SelectedResults,
@@ -393,7 +381,7 @@ def _tiled_query_gradient(
         *statistics,
         dq,
         gated.pointers(lse),
-        lists.pointers(),
+        tuple(lists),
         tile_stats,
         *where.arguments(),
         lists.block.shape[1],
@@ -446,7 +434,7 @@ def new_backward_index(
 
 
 def _gather_gradients(
-    read: BackwardInputs,
+    read: tuple[Tensor, ...],
     inputs: SelectedInputs,
     call: Call,
     grads: tuple[Tensor, Tensor],
@@ -463,18 +451,19 @@ def _gather_gradients(
     """
     q, k, v, _ = inputs
     last = chunks.segments - 1
-    plan = once(lambda: _plan_gather(inputs, call, chunks, read.dout, dq is not None, add))
+    plan = once(lambda: _plan_gather(inputs, call, chunks, read[3], dq is not None, add))
+    num_parts, gather, reduce, merge = plan
     part: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
     if dq is not None:
-        part = q.new_empty(plan.num_parts, q.shape[2])
+        part = q.new_empty(num_parts, q.shape[2])
     if last:
-        rows = k.shape[0] * k.shape[1]
-        sums = (_sums(q, rows, k.shape[2]), _sums(q, rows, v.shape[2]))
+        num_keys = k.shape[0] * k.shape[1]
+        sums = (_sums(q, num_keys, k.shape[2]), _sums(q, num_keys, v.shape[2]))
     _, cu_k, _, len_k, num_sequences = call.sequences.arguments()
     for segment in range(chunks.segments):
         where = (index.num_blocks, segment, chunks.segment_rows, chunks.size, last)
-        plan.gather(
+        gather(
             *read,
             part,
             partial,
@@ -485,7 +474,7 @@ def _gather_gradients(
             *call.sequences.arguments(),
             *where,
         )
-        plan.reduce(
+        reduce(
             *(chunks.begin, chunks.length, chunks.start),
             *(partial, sums, grads, tile_stats),
             *(cu_k, len_k, num_sequences),
@@ -493,28 +482,13 @@ def _gather_gradients(
         )
         if part is not None and dq is not None:
             rows_of = (q.shape[0], segment, chunks.segment_rows, index.absent)
-            plan.merge(*(part, index.key, dq, tile_stats), *rows_of)
-
-
-class _GatherPlan(NamedTuple):
-    """Plan of :func:`_gather_gradients`.
-
-    Attributes:
-        num_parts: partial results of dQ per segment.
-        gather: kernel of a segment's chunks.
-        reduce: kernel that sums dK and dV of the chunks.
-        merge: kernel that merges dQ.
-    """
-
-    num_parts: int
-    gather: Launch
-    reduce: Launch
-    merge: Launch
+            merge(*(part, index.key, dq, tile_stats), *rows_of)
 
 
 def _plan_gather(
     inputs: SelectedInputs, call: Call, chunks: Chunks, dout: Tensor, with_dq: bool, add: bool
-) -> _GatherPlan:
+) -> tuple[int, Launch, Launch, Launch]:
+    """Partial results of dQ per segment; kernels of the chunks, of their sum, of the merge."""
     constants, block_size = constants_of(inputs, call, dout), call.config.block_size
     heads, n = constants["HEADS"], inputs.block_indices.shape[-1]
     name = "selected_gather_dkv" if with_dq else "selected_attention_dkv"
@@ -537,7 +511,7 @@ def _plan_gather(
     merge = merge_launch(
         selected_merge_dq_kernel, chunks, constants, n * parts, parts, heads.D, ADD=add
     )
-    return _GatherPlan(chunks.segment_rows * heads.HQ * n * parts, gather, reduce, merge)
+    return chunks.segment_rows * heads.HQ * n * parts, gather, reduce, merge
 
 
 def _sums(like: Tensor, rows: int, size: int) -> Tensor:

@@ -159,7 +159,7 @@ def selected_fwd_kernel(
         keys = Span(head_kv, first_key, num_tokens)
         rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         row_max, total, acc = softmax_start(BLOCK_M, BLOCK_DV)
         scale = softmax_scale * LOG2_E
         tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
@@ -257,11 +257,11 @@ def selected_dq_kernel(
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         dout_at = rows.token * stride_do[0] + rows.head * stride_do[1]
         out_row = rows.token * HEADS.HQ + rows.head
-        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV, True)  # [BLOCK_M, BLOCK_DV]
+        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         delta, lse = load_statistics(
             out_ptr, lse_ptr, delta_ptr, gated, dout, out_row, out_row, rows.ok, 1, DV, BLOCK_DV
         )
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
         tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
@@ -286,7 +286,7 @@ def selected_dq_kernel(
                 dq = tl.dot(ds, k, dq, input_precision="ieee")
         dq *= softmax_scale
         if ADD:
-            dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D, True).to(tl.float32)
+            dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D).to(tl.float32)
         store_rows(dq_ptr, out_row, rows.ok, D, dq, D, BLOCK_D)
 
 
@@ -322,5 +322,5 @@ def selected_delta_kernel(
         head = (r % HEADS.HQ).to(tl.int32)
         ok = token < num_q
         dout_at = token * stride_do[0] + head * stride_do[1]
-        dout = load_tile(dout_ptr, dout_at, ok, DV, BLOCK_DV, True)  # [BLOCK_R, BLOCK_DV]
+        dout = load_tile(dout_ptr, dout_at, ok, DV, BLOCK_DV)  # [BLOCK_R, BLOCK_DV]
         load_statistics(out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, ok, 1, DV, BLOCK_DV)

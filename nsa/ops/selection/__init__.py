@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,37 @@ from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import scale_of
-from nsa.ops._operator import Call
+from nsa.ops._operator import Call, FlatCall, open_flat, schema_of
+from nsa.ops._register import register
 from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
-from nsa.ops.selection.ops import select_blocks_op
-from nsa.ops.selection.reference import SelectionInputs, blocks_to_ranges, select_blocks_reference
+from nsa.ops.selection.reference import (
+    SelectionInputs,
+    blocks_to_ranges,
+    new_selection,
+    select_blocks_reference,
+)
 from nsa.stages import SELECTION, in_stage
 
 __all__ = ["SelectionInputs", "blocks_to_ranges", "run_select_blocks", "select_blocks"]
+
+
+def _run(*flat: Any) -> Tensor:
+    from nsa.ops.selection.launch import run_selection
+
+    inputs, call = open_flat(SelectionInputs, 3, flat)
+    out = new_selection(inputs.q, inputs.k_cmp, call.config.num_selected_blocks)
+    run_selection(inputs, call, out)
+    return out
+
+
+def _fake(*flat: Any) -> Tensor:
+    (q, k_cmp, _), call = open_flat(SelectionInputs, 3, flat)
+    return new_selection(q, k_cmp, call.config.num_selected_blocks)
+
+
+select_blocks_op = register(
+    "select_blocks", f"({schema_of(SelectionInputs, FlatCall)}) -> Tensor", _run, _fake
+)
 
 
 @torch.no_grad()

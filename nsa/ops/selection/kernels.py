@@ -18,8 +18,9 @@ import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequence_rows
+from nsa.ops.selection.fp8 import apply_scales, load_scales
+from nsa.ops.selection.two_stage import LAST_ID, kept_columns
 
-LAST_ID = tl.constexpr(0x7FFFFFFF)
 INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
@@ -94,19 +95,23 @@ def query_block(
 
 
 @triton.jit
-def load_head(q_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.constexpr):
-    """Load queries ``[BLOCK_Q, BLOCK_D]`` of one head and their lse ``[BLOCK_Q]``, base 2."""
+def load_head(q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head, stride_q, HEADS: tl.constexpr):
+    """Load queries ``[BLOCK_Q, BLOCK_D]`` of one head, their lse ``[BLOCK_Q]``, base 2, and scales.
+
+    Scales are unused without ``q_scale_ptr``.
+    """
     q_at = queries.token * stride_q[0] + head * stride_q[1]
-    q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D, True)
+    q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D)
     at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
-    return q, tl.load(lse_ptr + at, mask=queries.ok, other=float("inf")) * LOG2_E
+    lse = tl.load(lse_ptr + at, mask=queries.ok, other=float("inf")) * LOG2_E
+    return q, lse, load_scales(q_scale_ptr, queries.token, queries.ok, head, HEADS.HQ)
 
 
 @triton.jit
 def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
     """Load compressed keys ``[BLOCK_C, BLOCK_D]`` of one head by their index in the sequence."""
     row = queries.first_key + key
-    return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D, True)
+    return load_rows(k_ptr, row, key < queries.num_keys, stride_k[0], HEADS.D, HEADS.BLOCK_D)
 
 
 @triton.jit
@@ -211,21 +216,24 @@ def store_selection(
 
 
 @triton.jit
-def load_group(q_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS: tl.constexpr):
+def load_group(
+    q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS: tl.constexpr
+):
     """Load every head of a group with ``load_head``."""
     G: tl.constexpr = HEADS.G
     heads = ()
     for h in tl.static_range(G):
-        head = load_head(q_ptr, lse_ptr, queries, num_rows, head_kv * G + h, stride_q, HEADS)
+        number = head_kv * G + h
+        head = load_head(q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, number, stride_q, HEADS)
         heads = heads + (head,)  # noqa: RUF005  Triton has no starred expressions
     return heads
 
 
 @triton.jit
-def probabilities(head, k, scale):
+def probabilities(head, k, k_scale, scale, SCALED: tl.constexpr):
     """Probabilities ``[BLOCK_Q, BLOCK_C]`` fp32 for compressed keys and a loaded head."""
-    q, lse = head
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    q, lse, q_scale = head
+    s = apply_scales(tl.dot(q, tl.trans(k), input_precision="ieee"), q_scale, k_scale, SCALED)
     return tl.exp2(s * scale - lse[:, None])
 
 
@@ -234,6 +242,9 @@ def select_kernel(
     q_ptr,
     k_ptr,
     lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    coarse_ptr,
     out_ptr,
     cu_q_ptr,
     cu_k_ptr,
@@ -252,16 +263,23 @@ def select_kernel(
     SCORING: tl.constexpr,
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NUM_COARSE: tl.constexpr,
 ):
     """Write the selected blocks, int32 ``[T, Hkv, n]``.
 
     Program (i, h) handles the i-th tile of queries from the end and KV head h, in a loop over
     the selection blocks, ``TILE.keys`` at a time.
+
+    ``coarse_ptr``: int32 ``[T, Hkv, NUM_COARSE]``, coarse blocks kept by the first of two stages,
+    of ``FACTOR`` blocks each; one stage if ``FACTOR`` is 0. Scales: see ``fp8.py``.
     """
     G: tl.constexpr = HEADS.G
+    HKV: tl.constexpr = HEADS.HQ // G
     BLOCK_Q: tl.constexpr = TILE.rows
     BLOCK_J: tl.constexpr = TILE.keys
     R: tl.constexpr = SCORING.BLOCK_SIZE // SCORING.STRIDE
+    SCALED: tl.constexpr = q_scale_ptr is not None
     head_kv = tl.program_id(1)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, BLOCK_Q)
@@ -272,24 +290,54 @@ def select_kernel(
         scale = softmax_scale * LOG2_E
         jj = tl.arange(0, BLOCK_J)
         carry, best = start_ranking(BLOCK_Q, SCORING)
+        if FACTOR > 0:
+            coarse = coarse_ptr + (queries.token * HKV + head_kv) * NUM_COARSE
+            place = tl.full([BLOCK_Q], -1, tl.int32)
+            block = tl.full([BLOCK_Q], -1, tl.int32)
+            kept_next, place, block = kept_columns(
+                coarse, queries.ok, place, block, 0, BLOCK_J, FACTOR, NUM_COARSE
+            )
         if TILE.keep_queries:
-            heads = load_group(q_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS)
+            heads = load_group(
+                q_ptr, q_scale_ptr, lse_ptr, queries, num_rows, head_kv, stride_q, HEADS
+            )
         end = queries.t_last // SCORING.BLOCK_SIZE + 1
         for j0 in tl.range(0, end, BLOCK_J, num_stages=TILE.stages if TILE.keep_queries else 1):
-            key = j0 * R + tl.arange(0, R * BLOCK_J)
-            k_head = k_ptr + head_kv * stride_k[1]
-            k = load_compressed(k_head, queries, key, stride_k, HEADS)
-            p = tl.zeros([BLOCK_Q, R * BLOCK_J], tl.float32)
-            if TILE.keep_queries:
-                for h in tl.static_range(G):
-                    p += probabilities(heads[h], k, scale)
-            else:
-                for h in tl.range(0, G, num_stages=TILE.stages):
-                    head = load_head(
-                        q_ptr, lse_ptr, queries, num_rows, head_kv * G + h, stride_q, HEADS
-                    )
-                    p += probabilities(head, k, scale)
-            carry, best = rank_blocks(
-                p, carry, best, queries, key, j0, jj, None, num_init, num_local, SCORING
-            )
-        store_selection(out_ptr, best, queries, head_kv, HEADS.HQ // G, SCORING, COUNTS)
+            kept_here = None
+            active = True
+            if FACTOR > 0:
+                kept_here = kept_next
+                kept_next, place, block = kept_columns(
+                    coarse, queries.ok, place, block, j0 + BLOCK_J, BLOCK_J, FACTOR, NUM_COARSE
+                )
+                wanted = tl.max(tl.max((kept_here | kept_next).to(tl.int32), 1), 0) > 0
+                local = queries.t_first // SCORING.BLOCK_SIZE + 1 - num_local
+                active = wanted | (j0 < num_init) | (j0 + BLOCK_J > local)
+            if active:
+                key = j0 * R + tl.arange(0, R * BLOCK_J)
+                k_head = k_ptr + head_kv * stride_k[1]
+                k = load_compressed(k_head, queries, key, stride_k, HEADS)
+                key_ok = key < queries.num_keys
+                k_scale = load_scales(k_scale_ptr, queries.first_key + key, key_ok, head_kv, HKV)
+                p = tl.zeros([BLOCK_Q, R * BLOCK_J], tl.float32)
+                if TILE.keep_queries:
+                    for h in tl.static_range(G):
+                        p += probabilities(heads[h], k, k_scale, scale, SCALED)
+                else:
+                    for h in tl.range(0, G, num_stages=TILE.stages):
+                        number_q = head_kv * G + h
+                        head = load_head(
+                            q_ptr,
+                            q_scale_ptr,
+                            lse_ptr,
+                            queries,
+                            num_rows,
+                            number_q,
+                            stride_q,
+                            HEADS,
+                        )
+                        p += probabilities(head, k, k_scale, scale, SCALED)
+                carry, best = rank_blocks(
+                    p, carry, best, queries, key, j0, jj, kept_here, num_init, num_local, SCORING
+                )
+        store_selection(out_ptr, best, queries, head_kv, HKV, SCORING, COUNTS)

@@ -1,21 +1,23 @@
-"""Launchers of the block selection kernels. No autograd, no input validation."""
+"""Launchers of the block selection kernels. No autograd; only index limits are checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._layout import Heads, block_of, next_power_of_2
-from nsa.ops._operator import KeyRange
+from nsa.errors import check
+from nsa.ops._checks import check_keys, check_queries
+from nsa.ops._layout import Heads, block_of, by_head, next_power_of_2, rows
+from nsa.ops._operator import Call, KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.tuning import Tile, tile_for
-from nsa.ops.selection.approximate import select_approximate_kernel
 from nsa.ops.selection.kernels import Scoring, select_kernel
-from nsa.ops.selection.reference import to_fp8
+from nsa.ops.selection.reference import SelectionInputs, coarse_keys, new_selection, to_fp8
 
 # Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
@@ -77,22 +79,45 @@ def fitted(tile: Tile, selection: Selection, keys: KeyRange, two_stages: bool) -
     if two_stages:
         scores *= 2  # the list of coarse blocks needs registers, too
     usual = tile.keys * USUAL_KEYS
-    rows = max(16, min(tile.rows, tile.rows * usual // scores))
-    warps = max(tile.warps, min(8, tile.warps * rows * scores // (tile.rows * usual)))
-    return tile._replace(rows=rows, keys=step, warps=warps)
+    num_rows = max(16, min(tile.rows, tile.rows * usual // scores))
+    warps = max(tile.warps, min(8, tile.warps * num_rows * scores // (tile.rows * usual)))
+    return tile._replace(rows=num_rows, keys=step, warps=warps)
 
 
-def select_blocks_forward(
+def check_fp8(capability: tuple[int, int]) -> None:
+    """Check that the GPU supports fp8 matmuls."""
+    rule = "be exact on a GPU of compute capability below 8.9"
+    got = f"fp8 on {capability[0]}.{capability[1]}"
+    check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, got)
+
+
+def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
+    """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
+    config, keys = call.config, KeyRange.of_blocks(call)
+    check_queries("select_blocks", inputs.q)
+    check_keys("select_blocks", "k_cmp", inputs.k_cmp, keys.stride)
+    if config.score_precision == "fp8" and inputs.q.is_cuda:
+        check_fp8(torch.cuda.get_device_capability(inputs.q.device))
+    q, k, lse = rows(inputs.q), rows(inputs.k_cmp), by_head(inputs.lse)
+    coarse = None
+    if config.coarse_block_size is not None:
+        means, cu_coarse = coarse_keys(inputs.k_cmp, config, call.sequences)
+        first = Selection.of_coarse(config)
+        coarse = new_selection(q, means, first.num_blocks)
+        _select(q, means, lse, coarse, keys.of_coarse(first.block_size, cu_coarse), first)
+    _select(q, k, lse, out, keys, Selection.of(config), coarse)
+
+
+def _select(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
     out: Tensor,
     keys: KeyRange,
-    softmax_scale: float,
     selection: Selection,
     coarse: Tensor | None = None,
 ) -> None:
-    """Write out, int32 ``[T, Hkv, n]``; see :func:`nsa.select_blocks`. lse is ``[Hq, T]``.
+    """Write out, int32 ``[T, Hkv, n]``; lse is ``[Hq, T]``.
 
     With ``coarse``, int32 ``[T, Hkv, m]``, ascending, only the forced blocks and the blocks inside
     these coarse blocks (of ``selection.factor`` blocks each) are candidates.
@@ -104,25 +129,19 @@ def select_blocks_forward(
     k_scale: Tensor | None = None
     if selection.precision == "fp8":
         (q, q_scale), (k, k_scale) = to_fp8(q), to_fp8(k)
-    is_exact = q_scale is None and coarse is None
 
     def plan() -> Launch:
-        tile = tile_for("select_blocks", inputs[0], inputs[1])
-        tile = fitted(tile, selection, keys, coarse is not None)
-        constants = constants_of(q, k, keys, softmax_scale, selection, tile)
+        tile = fitted(tile_for("select_blocks", *inputs), selection, keys, coarse is not None)
+        constants = constants_of(q, k, keys, selection, tile)
+        constants["NUM_COARSE"] = 0 if coarse is None else coarse.shape[-1]
         grid = (keys.sequences.num_tiles(q.shape[0], tile.rows, keys.sequences.len_q), k.shape[1])
-        if is_exact:
-            return Launch(select_kernel, grid, **constants)
-        num_coarse = 0 if coarse is None else coarse.shape[-1]
-        more = {"FACTOR": selection.factor, "NUM_COARSE": num_coarse}
-        return Launch(select_approximate_kernel, grid, **constants, **more)
+        return Launch(select_kernel, grid, **constants, FACTOR=selection.factor)
 
-    scales = () if is_exact else (q_scale, k_scale, coarse)
-    once(plan)(q, k, lse, *scales, out, *keys.arguments(), q.shape[0])
+    once(plan)(q, k, lse, q_scale, k_scale, coarse, out, *keys.arguments(), q.shape[0])
 
 
 def constants_of(
-    q: Tensor, k: Tensor, keys: KeyRange, softmax_scale: float, selection: Selection, tile: Tile
+    q: Tensor, k: Tensor, keys: KeyRange, selection: Selection, tile: Tile
 ) -> dict[str, Any]:
     """Constants and launch options of both kernels; ``q`` and ``k`` in kernel layout."""
     _, num_heads, head_dim = q.shape
@@ -137,7 +156,7 @@ def constants_of(
     return {
         "stride_q": q.stride(),
         "stride_k": k.stride(),
-        "softmax_scale": softmax_scale,
+        "softmax_scale": keys.softmax_scale,
         "num_init": selection.num_init,
         "num_local": selection.num_local,
         "HEADS": Heads(num_heads, group_size, head_dim, head_dim, block_d, block_d),

@@ -37,6 +37,11 @@ class SelectionInputs(NamedTuple):
     lse: Tensor
 
 
+def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
+    """Allocate the selected blocks, int32 ``[T, Hkv, n]``."""
+    return q.new_empty(q.shape[0], k.shape[1], num_blocks, dtype=torch.int32)
+
+
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
     """Nonzero weights of Eq. 9, ``overlap(i, j) / d``, by the offset ``i - j * l' / d``."""
     length = config.compress_block_size // config.compress_stride
@@ -62,18 +67,24 @@ def block_scores(
     Returns:
         ``[T, Hkv, M]`` in the dtype of ``lse``.
     """
-    max_cmp = max_compressed(sequences, config)
     q, k_cmp = (rounded_for_scores(x, config) for x in (q, k_cmp))
-    keys = pad(k_cmp, compressed_cu_seqlens(sequences.cu_k, config), max_cmp)
-    scores = grouped_scores(
-        pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale
-    )  # [B, Hkv, G, T, C]
-    lse_rows = pad(lse, sequences.cu_q, sequences.max_q)  # [B, T, Hq]
-    lse_rows = lse_rows.permute(0, 2, 1).reshape(*scores.shape[:4])[..., None]
+    keys = pad(
+        k_cmp, compressed_cu_seqlens(sequences.cu_k, config), max_compressed(sequences, config)
+    )
+    probabilities = _exp_scores(q, keys, lse, sequences, softmax_scale)  # [B, Hkv, G, T, C]
     visible = visible_compressed(sequences, config)[:, None, None]
-    probabilities = torch.where(visible, torch.exp(scores - lse_rows), 0.0).sum(2)  # [B, Hkv, T, C]
+    probabilities = torch.where(visible, probabilities, 0.0).sum(2)  # [B, Hkv, T, C]
     importance = spread(probabilities, max_blocks(sequences, config), config)
     return unpad(importance.transpose(1, 2), sequences.cu_q, q.shape[0])
+
+
+def _exp_scores(
+    q: Tensor, keys: Tensor, lse: Tensor, sequences: Sequences, softmax_scale: float
+) -> Tensor:
+    """``exp(q . k * scale - lse)`` for padded keys, ``[B, Hkv, G, T, C]``."""
+    scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale)
+    lse_rows = pad(lse, sequences.cu_q, sequences.max_q).permute(0, 2, 1)  # [B, Hq, T]
+    return torch.exp(scores - lse_rows.reshape(*scores.shape[:4])[..., None])
 
 
 def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
@@ -139,19 +150,10 @@ def coarse_candidates(
     assert config.coarse_block_size is not None
     num_coarse = -(-sequences.max_k // config.coarse_block_size)
     means, cu_coarse = coarse_keys(k_cmp, config, sequences)
-    scores = grouped_scores(
-        pad(q, sequences.cu_q, sequences.max_q), pad(means, cu_coarse, num_coarse), softmax_scale
-    )
-    lse_rows = (
-        pad(lse, sequences.cu_q, sequences.max_q)
-        .permute(0, 2, 1)
-        .reshape(*scores.shape[:4])[..., None]
-    )
-    scores = unpad(torch.exp(scores - lse_rows).sum(2).transpose(1, 2), sequences.cu_q, q.shape[0])
-    return kept_coarse(
-        ranked_coarse(scores, query_positions(q.shape[0], sequences.cu_q, sequences.cu_k), config),
-        config,
-    )
+    scores = _exp_scores(q, pad(means, cu_coarse, num_coarse), lse, sequences, softmax_scale)
+    scores = unpad(scores.sum(2).transpose(1, 2), sequences.cu_q, q.shape[0])
+    positions = query_positions(q.shape[0], sequences.cu_q, sequences.cu_k)
+    return kept_coarse(ranked_coarse(scores, positions, config), config)
 
 
 def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
@@ -200,10 +202,8 @@ def choose_blocks(
     forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
     if coarse is not None:
         assert config.coarse_block_size is not None
-        inside = coarse[
-            ...,
-            (block * config.block_size // config.coarse_block_size).clamp(max=coarse.shape[-1] - 1),
-        ]
+        parent = block * config.block_size // config.coarse_block_size
+        inside = coarse[..., parent.clamp(max=coarse.shape[-1] - 1)]
         candidate = candidate & (inside | forced)
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
     best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_selected_blocks]
@@ -213,9 +213,8 @@ def choose_blocks(
     taken = torch.arange(best.shape[-1], device=scores.device) < counts[:, None, None]
     best = torch.where(candidate.gather(-1, best) & taken, best, num_blocks).sort(-1).values
     best = torch.where(best < num_blocks, best, -1)
-    return torch.nn.functional.pad(
-        best, (0, config.num_selected_blocks - best.shape[-1]), value=-1
-    ).int()
+    missing = config.num_selected_blocks - best.shape[-1]
+    return torch.nn.functional.pad(best, (0, missing), value=-1).int()
 
 
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
@@ -260,25 +259,17 @@ def blocks_to_ranges(
     )
     ids = (ids.flatten(0, 1) if ids.ndim == 4 else ids).long()
     positions = query_positions(ids.shape[0], sequences.cu_q, sequences.cu_k)[:, None, None]
-    absent = torch.iinfo(torch.int64).max
+    absent = torch.iinfo(torch.int64).max // config.block_size
     present = (ids >= 0) & (ids <= positions // config.block_size)
     ids = torch.where(present, ids, absent).sort(-1).values
     ids[..., 1:] = torch.where(ids[..., 1:] == ids[..., :-1], absent, ids[..., 1:])
     ids = ids.sort(-1).values
-    present = ids < absent
-    starts_range = present.clone()
-    starts_range[..., 1:] &= ids[..., 1:] != ids[..., :-1] + 1
-    # index of the range that contains each block
-    slot = torch.where(present, starts_range.cumsum(-1) - 1, ids.shape[-1])
-    size = config.block_size
-    start = torch.full((*ids.shape[:-1], ids.shape[-1] + 1), absent, device=ids.device)
-    start = start.scatter_reduce(-1, slot, torch.where(present, ids * size, absent), "amin")[
-        ..., :-1
-    ]
-    end = torch.full_like(start, -1)
-    end = torch.nn.functional.pad(end, (0, 1)).scatter_reduce(
-        -1, slot, torch.where(present, ids * size + size, -1), "amax"
-    )[..., :-1]
+    # A range begins at a block that does not follow another one, and ends at one that none follows.
+    edge = torch.full_like(ids[..., :1], -2)
+    begins = torch.where(ids != torch.cat((edge, ids[..., :-1]), -1) + 1, ids, absent)
+    ends = torch.where(ids + 1 != torch.cat((ids[..., 1:], edge), -1), ids, absent)
+    start, end = (x.sort(-1).values * config.block_size for x in (begins, ends))
+    end = torch.minimum(end + config.block_size, positions + 1)
     used = start < absent
-    ranges = torch.stack((start, torch.minimum(end, positions + 1)), dim=-1)
+    ranges = torch.stack((start, end), dim=-1)
     return sequences.restore(torch.where(used[..., None], ranges, -1).int())

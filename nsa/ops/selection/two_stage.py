@@ -1,16 +1,16 @@
-"""Functions for ``approximate.py``: only blocks inside each query's kept coarse blocks are scored.
+"""Selection in two stages: only blocks inside each query's kept coarse blocks are scored.
 
 The first stage is ``select_kernel`` over the mean keys of coarse blocks. The second visits the
 steps in which any query of the tile kept a coarse block, and the step before each, because its last
 key overlaps the next step.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from nsa.ops.selection.kernels import LAST_ID
+LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit

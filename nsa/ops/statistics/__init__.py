@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import fail
+from nsa.ops._layout import next_power_of_2
 from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
@@ -59,48 +60,36 @@ def _add_statistics(
         return
     if block_indices is not None:
         block_indices = block_indices.contiguous() if block_indices.numel() else None
-    launch = once(lambda: _plan(gates, block_indices, sequences, block_size, columns))
+
+    def plan() -> Launch:
+        from nsa.ops._triton.kernel import Launch
+        from nsa.ops._triton.tuning import MOST_REGISTERS
+        from nsa.ops.statistics.kernels import add_statistics_kernel
+
+        num_q, num_heads, _ = gates.shape
+        num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
+        pad_n = next_power_of_2(n)
+        most_queries = min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n)
+        block_q = max(MIN_QUERIES, next_power_of_2(most_queries + 1) // 2)
+        return Launch(
+            add_statistics_kernel,
+            (max(sequences.num_tiles(num_q, block_q, sequences.len_q), 1),),
+            AT=AT,
+            COLUMNS=tuple(columns),
+            MOST_ENTROPY=math.log2(max(len(columns), 2)),
+            HQ=num_heads,
+            HKV=num_kv_heads,
+            N=n,
+            BLOCK_SIZE=block_size,
+            BLOCK_Q=block_q,
+            PAD_N=pad_n,
+            BLOCK_G=next_power_of_2(block_q * num_heads),
+            num_warps=4,
+            maxnreg=MOST_REGISTERS,
+        )
+
     tensors = (statistics, gates.contiguous(), block_indices, tile_stats)
-    launch(*tensors, *sequences.arguments(), threshold)
-
-
-def _plan(
-    gates: Tensor,
-    block_indices: Tensor | None,
-    sequences: Sequences,
-    block_size: int,
-    columns: list[int],
-) -> Launch:
-    from nsa.ops._layout import next_power_of_2
-    from nsa.ops._triton.kernel import Launch
-    from nsa.ops._triton.tuning import MOST_REGISTERS
-    from nsa.ops.statistics.kernels import add_statistics_kernel
-
-    num_q, num_heads, _ = gates.shape
-    num_kv_heads, n = (1, 1) if block_indices is None else block_indices.shape[1:]
-    pad_n = next_power_of_2(n)
-    most_queries = min(TILE_GATES // num_heads, TILE_BLOCKS // pad_n)
-    block_q = max(MIN_QUERIES, next_power_of_2(most_queries + 1) // 2)
-    return Launch(
-        add_statistics_kernel,
-        (max(sequences.num_tiles(num_q, block_q, sequences.len_q), 1),),
-        AT=AT,
-        COLUMNS=tuple(columns),
-        MOST_ENTROPY=math.log2(max(len(columns), 2)),
-        HQ=num_heads,
-        HKV=num_kv_heads,
-        N=n,
-        BLOCK_SIZE=block_size,
-        BLOCK_Q=block_q,
-        PAD_N=pad_n,
-        BLOCK_G=next_power_of_2(block_q * num_heads),
-        num_warps=4,
-        maxnreg=MOST_REGISTERS,
-    )
-
-
-def _fake(*_: object) -> None:
-    return None
+    once(plan)(*tensors, *sequences.arguments(), threshold)
 
 
 # Opaque to compilers on both backends, so that code that is usually disabled is not fused into code
@@ -111,7 +100,7 @@ add_statistics_op = register(
     "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, "
     "int block_size, float threshold, int[] columns, str backend) -> ()",
     _add_statistics,
-    _fake,
+    lambda *_: None,
 )
 
 
