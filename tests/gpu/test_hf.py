@@ -58,12 +58,12 @@ def test_logits_of_a_loaded_model(dtype, tmp_path):
     """Bit for bit those of the project's model, and as near to fp64 as the reference is."""
     model, x = new_model(), few_tokens()
     model.save_pretrained(tmp_path)
-    exact = deepcopy(model.model).double()(x)
-    plain = deepcopy(model.model).to(dtype)(x)
+    exact = deepcopy(model.lm).double()(x)
+    plain = deepcopy(model.lm).to(dtype)(x)
     loaded = NSAForCausalLM.from_pretrained(tmp_path, dtype=dtype, device_map=DEVICE)
     logits = loaded(x.to(DEVICE)).logits
     assert_within_budget(logits.cpu(), plain, exact, "logits")
-    assert torch.equal(model.model.to(DEVICE, dtype)(x.to(DEVICE)), logits)
+    assert torch.equal(model.lm.to(DEVICE, dtype)(x.to(DEVICE)), logits)
 
 
 @TWO_GPUS
@@ -110,7 +110,7 @@ def test_left_padded_batch(attention):
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     found = model.generate(**on_device(rows), **options)[:, -NEW:].tolist()
     alone = [model.generate(**on_device([row]), **options)[0, -NEW:].tolist() for row in rows]
-    differences = first_differences(model.model, prompts, found)
+    differences = first_differences(model.lm, prompts, found)
     print(f"\n{attention}: differences {differences}")
     assert len(differences) <= 1
     assert sum(x != y for x, y in zip(found, alone, strict=True)) <= 1

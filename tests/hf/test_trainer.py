@@ -45,7 +45,7 @@ def test_a_few_steps(tmp_path: Path) -> None:
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < losses[0] - 0.3
-    assert {layer.keeps for layer in model.model.decoder_layers()} == {"input"}
+    assert {layer.keeps for layer in model.lm.decoder_layers()} == {"input"}
     saved = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
     x = texts[0][None]
     assert torch.equal(saved(x).logits, model.eval()(x).logits)
