@@ -25,7 +25,6 @@ from nsa.attention import AttentionInputs
 from nsa.cache import chunk
 from nsa.cache.pages import Pages
 from nsa.ops.attention import BranchInputs
-from nsa.ops.decode import MOST_QUERIES
 from tests.ops.cases import array, near, offsets, small
 
 OPERATIONS = 10_000
@@ -151,9 +150,10 @@ FACTORS = {"k_slc": 2, "v_slc": 3, "k_win": 4, "v_win": 5, "k_cmp": 1}
 class Driven:
     """A cache of one layer whose attention only looks at what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, rollback: int) -> None:
         self.model = Model()
         self.cache = NSACache(CONFIG, 1, NUM_SEQUENCES, max_tokens=MOST, num_pages=NUM_PAGES)
+        self.cache.rollback = rollback
         self.written = [0] * NUM_SEQUENCES
         self.given: BranchInputs | None = None
         self.fails = False
@@ -256,12 +256,13 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(left, memory, strict=bool(memory)))
 
 
+@pytest.mark.parametrize("rollback", [8, 20])
 @pytest.mark.parametrize(
     "number", [OPERATIONS // 4, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
 )
-def test_cache(number):
+def test_cache(number, rollback):
     """Operations on a cache; what attention gets is what the model holds."""
-    rng, driven, counts = random.Random(1), Driven(), Counter[str]()
+    rng, driven, counts = random.Random(1), Driven(rollback), Counter[str]()
     cache = driven.cache
     with (
         mock.patch.object(chunk, "attention_by_branch", driven.attention),
@@ -320,7 +321,7 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
         driven.written = [driven.written[source] for source in indices]
     else:
         length = 0 if kind == "free" else rng.randint(-1, model.lengths[b] + 1)
-        least = max(driven.written[b] - MOST_QUERIES, 0)
+        least = max(driven.written[b] - cache.rollback, 0)
         if length and not least <= length <= model.lengths[b]:
             refused(cache, lambda: cache.truncate(b, length), "length must be 0 or from")
             return True
