@@ -65,11 +65,14 @@ def register(name: str = "nsa", **changes: Any) -> None:
     ) -> tuple[Tensor, None]:
         for argument in _REFUSED:
             given = others.get(argument)
-            check(given is None or given == 0, name, argument, "be left out or 0", given)
+            fits = given is None or (not isinstance(given, Tensor) and given == 0)
+            check(fits, name, argument, "be left out or 0", given)
+        is_causal = others.get("is_causal", getattr(module, "is_causal", True))
+        check(is_causal, name, "is_causal", "be true", is_causal)
         dimensions = attention_mask.ndim
         check(dimensions == 2, name, "attention_mask", "be [B, S]", f"{dimensions} dimensions")
         batch, num_heads, new, size = query.shape
-        heads = {"num_heads": num_heads, "num_kv_heads": key.shape[1]}
+        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": key.shape[1]}
         config = replace(pattern, **heads, head_dim=size, value_dim=value.shape[3])
         valid, is_new = attention_mask, attention_mask[:, -new:]
         q = query.transpose(1, 2)[is_new]
@@ -78,7 +81,7 @@ def register(name: str = "nsa", **changes: Any) -> None:
         gates = q.new_full((*q.shape[:2], 3), 1 / len(config.branches))
 
         def count(gates: Tensor, block_indices: Tensor | None) -> None:
-            module.keys_read = _count_keys(config, sequences, block_indices)  # type: ignore[assignment]
+            module.keys_read = _count_keys(config, sequences, block_indices)
 
         inputs = AttentionInputs(q, k, v, k, v, k, v, gates, None)
         call = Call(config, sequences, size**-0.5 if scaling is None else scaling)

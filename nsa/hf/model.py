@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, initialization
+from transformers.generation import GenerationMode
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -437,7 +438,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         if is_assistant:  # this call generates the first candidates of many
             max_cache_length += self.config.max_position_embeddings
         cache = self.new_cache(rows, max_tokens=max(max_cache_length, 1))
-        if is_assistant:
+        if is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
 

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import nsa.hf
 from nsa import NSAConfig, native_sparse_attention
+from nsa.config import Branch
 from tests.hf.tiny import left_padded, tokens
 from tests.ops.cases import offsets, small
 
@@ -148,7 +149,7 @@ def test_a_pattern_that_selects_everything() -> None:
     batch = left_padded([tokens(n, seed=n) for n in (120, 40)])
     valid = batch["attention_mask"] == 1
     for model in models:
-        model.logits = model(**batch).logits[valid]  # type: ignore[assignment]
+        model.logits = model(**batch).logits[valid]
         model.logits.square().sum().backward()
     torch.testing.assert_close(models[0].logits, models[1].logits, rtol=0, atol=1e-6)
     for found, wanted in zip(*(model.parameters() for model in models), strict=True):
@@ -162,7 +163,7 @@ def test_a_pattern_that_selects_everything() -> None:
 
 
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp", "slc", "win")])
-def test_equals_the_function(branches: tuple[str, ...]) -> None:
+def test_equals_the_function(branches: tuple[Branch, ...]) -> None:
     """A layer is the projections, Llama's rotation and ``native_sparse_attention``."""
     nsa.hf.register("sparse", **CHANGES, branches=branches)
     model, _ = new_models("sparse")
@@ -177,7 +178,7 @@ def test_equals_the_function(branches: tuple[str, ...]) -> None:
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     q, k, v = (y.transpose(1, 2) for y in (*apply_rotary_pos_emb(q, k, *cos_sin), v))
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
     config = NSAConfig(**CHANGES, **heads, branches=branches, phi="mean", compress_rope="none")
     gates = torch.full((2, 150, 4, 3), 1 / len(branches))
     out = native_sparse_attention(q, k, v, k, v, k, v, gates, None, config)
@@ -209,3 +210,5 @@ def test_refused_attention(models: Models) -> None:
         sparse(tokens(1, 8))
     with pytest.raises(ValueError, match="sliding_window must be left out or 0, got 4"):
         models[0](tokens(1, 8), sliding_window=4)
+    with pytest.raises(ValueError, match="is_causal must be true, got False"):
+        models[0](tokens(1, 8), is_causal=False)

@@ -121,7 +121,7 @@ def test_copies_and_replaced_modules() -> None:
     model, x = tiny(), tokens(1, 20)
     other = copy.deepcopy(model)
     other.model.head = torch.nn.Linear(24, 3).double()
-    other.lm.norm = torch.nn.Identity()
+    other.lm.norm = torch.nn.Identity()  # type: ignore[assignment]
     assert other(x).logits.shape == (1, 20, 3)
     assert other.lm(x).shape == (1, 20, 3)
     assert other.model.norm is other.lm.norm

@@ -61,7 +61,7 @@ def test_gradients_equal_those_of_the_merged_weights(kind: dict[str, Any]) -> No
     merged: dict[str, Tensor] = {}
     for name in names:
         a, b = factors(adapters, name)
-        weight = before.get_submodule(name).weight
+        weight = before.get_parameter(f"{name}.weight")
         merged[f"{name}.weight"] = (weight + scale * b @ a).detach().requires_grad_()
     logits = functional_call(before, merged, (x,))
     wanted = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
