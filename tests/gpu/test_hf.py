@@ -117,6 +117,27 @@ def test_left_padded_batch(attention):
     assert len({token for text in found for token in text}) > 30
 
 
+@pytest.mark.parametrize("number", [3, 20])
+@torch.no_grad()
+def test_prompt_lookup(number):
+    """Candidates, some of which are wrong, change nothing but at a near tie."""
+    model = new_model().to(DEVICE)
+    text = torch.tensor(make_prompts((300,), 256)[0] * 2)  # all blocks are selected
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    batch = on_device([text])
+    found = model.generate(**batch, **options, prompt_lookup_num_tokens=number)
+    differences = first_differences(model.lm, [text.tolist()], found[:, -NEW:].tolist())
+    assert all(gap < 1e-3 for _, gap in differences.values())
+    cache = model.new_cache(max_tokens=len(text) + 40)
+    x = batch["input_ids"]
+    model(x, past_key_values=cache)
+    logits = model(x[:, :8], past_key_values=cache).logits
+    for _ in range(3):  # eager, captured, replayed
+        cache.crop(-8)
+        again = model(x[:, :8], past_key_values=cache).logits
+        torch.testing.assert_close(again, logits, rtol=0, atol=1e-4)
+
+
 def test_beams():
     """Their scores are those of the reference in fp64, and so are texts but for a near tie."""
     model = new_model()

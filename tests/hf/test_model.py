@@ -369,14 +369,17 @@ def test_auto_classes_in_a_new_process(tmp_path: Path) -> None:
     """Without ``import nsa.hf``, by the file that lies beside the weights."""
     tiny().save_pretrained(tmp_path / "m")
     program = f"""
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
-print(type(model).__module__)
+import transformers
+for kind in ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"):
+    auto = getattr(transformers, "AutoModel" + kind)
+    model = auto.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
+    print(type(model).__module__, type(model).__name__)
 """
     env = {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "nsa.hf.model\n"
+    kinds = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    assert done.stdout.splitlines() == [f"nsa.hf.model NSA{kind}" for kind in kinds]
 
 
 def test_missing_extra() -> None:

@@ -75,10 +75,15 @@ def kernels(**changes: Any) -> Iterator[None]:
 
 
 def used_cache(
-    module: NativeSparseAttention, batch_size: int, num_pages: int | None = None, layers: int = 1
+    module: NativeSparseAttention,
+    batch_size: int,
+    num_pages: int | None = None,
+    layers: int = 1,
+    rollback: int = 8,
 ) -> NSACache:
     """An empty cache whose memory holds NaN, and whose pages are not handed out in order."""
     whole = NSACache(module.config, layers, batch_size, max_tokens=MOST, num_pages=num_pages)
+    whole.rollback = rollback
     some = [20 + 16 * (b % 3) for b in range(batch_size)]
     junk = torch.full((sum(some), WIDTH), torch.nan, dtype=module.q_proj.weight.dtype)
     for held in whole.layers:
@@ -335,16 +340,18 @@ def test_equal_scores_select_the_lowest_blocks():
         assert step.ids[0, :, 0].tolist() == [[0, 1, 2, 3, 24, 25]] * 2
 
 
-def test_the_same_bits_again():
-    """A step that is taken back and taken again."""
-    module, x = layer(small(**ONE_KV_HEAD)), tokens(2, 103)
-    whole = used_cache(module, 2)
+@pytest.mark.parametrize("later", [0, 40])
+def test_the_same_bits_again(later):
+    """A step that is taken back, with the tokens that followed it, and taken again."""
+    module, x = layer(small(**ONE_KV_HEAD)), tokens(2, 103 + later)
+    whole = used_cache(module, 2, rollback=max(3 + later, 8))
     prefill(module, whole, [x[0, :100], x[1, :100]])
-    first = take_step(module, whole.layers[0], x[:, 100:])
+    first = take_step(module, whole.layers[0], x[:, 100:103])
+    prefill(module, whole, [*x[:, 103:]])
     for b in (0, 1):
         whole.truncate(b, 100)
     assert whole.lengths == whole.device_lengths.tolist() == [100, 100]
-    again = take_step(module, whole.layers[0], x[:, 100:])
+    again = take_step(module, whole.layers[0], x[:, 100:103])
     assert torch.equal(first.out, again.out)
     assert first.ids is not None
     assert again.ids is not None
