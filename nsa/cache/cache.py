@@ -151,12 +151,15 @@ class NSACache:
             ValueError: the length is out of range.
         """
         self._check_sequence("truncate", "sequence", sequence)
-        have, most = self._lengths[sequence], self._written[sequence]
-        least = max(most - self.rollback, 0)
+        have, least = self._lengths[sequence], self.least_length(sequence)
         rule = f"be 0 or from {least} to {have}" if least <= have else "be 0"
         check(length == 0 or least <= length <= have, "truncate", "length", rule, length)
         self._pages.truncate(sequence, length)
-        self._set_length(sequence, length, length if length == 0 else most)
+        self._set_length(sequence, length, length if length == 0 else self._written[sequence])
+
+    def least_length(self, sequence: int) -> int:
+        """Smallest length, other than 0, to which :meth:`truncate` can shorten a sequence."""
+        return max(self._written[sequence] - self.rollback, 0)
 
     def free(self, sequence: int) -> None:
         """Remove all tokens of a sequence, so that its row can be used again."""

@@ -186,9 +186,13 @@ class GenerationCache(Cache):
         removed = max(self._columns - number, 0) if number > 0 else min(-number, self._columns)
         if removed == 0:
             return
-        # The longest row is refused first.
-        for row in sorted(range(cache.batch_size), key=lambda row: -cache.lengths[row]):
-            cache.truncate(row, max(cache.lengths[row] - removed, 0))
+        lengths = [max(length - removed, 0) for length in cache.lengths]
+        fits = all(n == 0 or n >= cache.least_length(b) for b, n in enumerate(lengths))
+        rule = f"remove at most {cache.rollback} columns since the largest length"
+        hint = "Before the first tokens, activate_past_recording() raises this to window_size."
+        check(fits, _NAME, "tokens_to_remove", rule, tokens_to_remove, hint)
+        for row, length in enumerate(lengths):
+            cache.truncate(row, length)
         self._columns -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
