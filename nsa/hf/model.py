@@ -105,6 +105,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embedding"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers reads them from the class)
     # Heads that a model without them may find in a folder.
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?head\.weight$", r"^score\."]  # noqa: RUF012
@@ -134,10 +135,6 @@ class NSAPreTrainedModel(PreTrainedModel):
         for number, layer in enumerate(model.lm.decoder_layers()):
             is_kept = enable and number % every_n_layers == 0
             layer.keeps = "input" if is_kept else "everything"
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.base_model.embedding
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Raise an error: the tokenizer determines the vocabulary size."""
@@ -345,6 +342,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -358,6 +356,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         Args:
             input_ids: see :meth:`NSAModel.forward`, as all arguments that are not listed.
             attention_mask: see there.
+            position_ids: see there; with a cache on a GPU each call waits for the device.
             past_key_values: see there.
             inputs_embeds: see there.
             labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1. The
@@ -366,15 +365,14 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             use_cache: see there.
             logits_to_keep: last columns whose logits are computed, 0 for all, or their indices.
             output_hidden_states: see there.
-            others: ``position_ids``, ``cu_seq_lens_q`` and ``max_length_q``, and arguments of the
-                loss function: ``num_items_in_batch`` divides the sum over all labels.
+            others: ``cu_seq_lens_q`` and ``max_length_q``, and arguments of the loss function:
+                ``num_items_in_batch`` divides the sum over all labels.
 
         Raises:
             ValueError: shapes do not match, an argument is not supported, or the cache is full.
         """
         model, cache = self.model, past_key_values
         x, cached = model.open_inputs(input_ids, inputs_embeds, cache, use_cache, others)
-        position_ids = others.pop("position_ids", None)
         if position_ids is not None and others.get("cu_seq_lens_q") is None:
             others |= _documents(position_ids, attention_mask, (x.shape[0], x.shape[1]), cached)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -441,6 +439,9 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         if is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> None:
+        """Return no positions: the cache counts them, and given ones would be checked each step."""
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""

@@ -43,8 +43,11 @@ def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | No
     model = model_of(attention=attention)
     rows = [tokens(n, seed=n) for n in LENGTHS]
     wanted = [without_cache(model, row) for row in rows]
-    found = model.generate(**left_padded(rows), **GREEDY, prefill_chunk_size=chunk)
-    assert found[:, -NEW:].tolist() == wanted
+    batch = left_padded(rows)
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for given in ({}, {"position_ids": positions}):
+        found = model.generate(**batch, **GREEDY, **given, prefill_chunk_size=chunk)
+        assert found[:, -NEW:].tolist() == wanted
     assert len({*itertools.chain(*wanted)}) > 3
 
 

@@ -74,6 +74,7 @@ def test_base_model(kind: dict[str, Any]) -> None:
     model, batch = tiny(**kind), left_padded([tokens(n, seed=n) for n in (60, 33)])
     base, head, embedding = model.base_model, model.get_output_embeddings(), model.lm.embedding
     assert base is model.get_decoder()
+    assert model.get_input_embeddings() is base.get_input_embeddings() is embedding
     ids, mask = batch["input_ids"], batch["attention_mask"]
     valid = mask == 1
     found = base(**batch, output_hidden_states=True)
