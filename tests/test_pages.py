@@ -19,7 +19,6 @@ from nsa import NativeSparseAttention, NSACache, NSAConfig, Rope, Sequences
 from nsa.attention import AttentionInputs
 from nsa.cache import chunk
 from nsa.ops.attention import BranchInputs
-from nsa.ops.decode import MOST_QUERIES
 from tests.ops.cases import array, near, offsets, small
 
 OPERATIONS = 10_000
@@ -51,8 +50,9 @@ class Driven:
         written: largest number of tokens that the rings of each sequence contained.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rollback: int) -> None:
         self.cache = NSACache(CONFIG, 1, NUM_SEQUENCES, max_tokens=MOST, num_pages=NUM_PAGES)
+        self.cache.rollback = rollback
         self.texts: list[list[int]] = [[] for _ in range(NUM_SEQUENCES)]
         self.written = [0] * NUM_SEQUENCES
         self.given: BranchInputs | None = None
@@ -155,11 +155,12 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
     assert repr(state()) == repr(before)  # NaN included
 
 
+@pytest.mark.parametrize("rollback", [8, 20])
 @pytest.mark.parametrize(
     "number", [OPERATIONS // 4, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
 )
-def test_cache(number):
-    rng, driven, num_refused = random.Random(1), Driven(), 0
+def test_cache(number, rollback):
+    rng, driven, num_refused = random.Random(1), Driven(rollback), 0
     with (
         mock.patch.object(chunk, "attention_by_branch", driven.attention),
         mock.patch.object(chunk, "run_attention", driven.attention),
@@ -219,7 +220,8 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
         driven.written = [written[source] for source in order]
     else:
         length = 0 if kind == "free" else rng.randint(-1, len(texts[b]) + 1)
-        if length and not max(written[b] - MOST_QUERIES, 0) <= length <= len(texts[b]):
+        least = max(written[b] - cache.rollback, 0)
+        if length and not least <= length <= len(texts[b]):
             refused(cache, lambda: cache.truncate(b, length), "length must be 0 or from")
             return True
         cache.truncate(b, length)

@@ -49,6 +49,10 @@ class NSACache:
         num_pages: pages of ``config.block_size`` tokens, shared by all sequences; None means enough
             for ``max_tokens`` of each.
 
+    Attributes:
+        rollback: tokens by which :meth:`truncate` can shorten a sequence, 8 or more. It may be
+            changed before the first tokens. The rings of each sequence have as many extra rows.
+
     Raises:
         ValueError: a number is not positive.
     """
@@ -68,6 +72,7 @@ class NSACache:
         for name, size in {**sizes, "max_tokens": max_tokens, "num_pages": num_pages}.items():
             check(size > 0, _NAME, name, "be positive", size)
         self.config, self.batch_size, self.max_tokens = config, batch_size, max_tokens
+        self.rollback = MOST_QUERIES
         self._pages = Pages(num_pages, config.block_size, batch_size)
         self._lengths = [0] * batch_size
         # Largest length written to the rings, where later tokens overwrite earlier ones.
@@ -82,6 +87,11 @@ class NSACache:
     def lengths(self) -> list[int]:
         """Number of cached tokens of each sequence."""
         return list(self._lengths)
+
+    def ring_rows(self, size: int) -> int:
+        """Rows of a ring from which the next tokens read the last ``size`` tokens."""
+        # A ring of max_tokens rows is never overwritten.
+        return size + (MOST_QUERIES if size >= self.max_tokens else self.rollback)
 
     @property
     def num_free_pages(self) -> int:
@@ -100,7 +110,7 @@ class NSACache:
         for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             rule = f"be at least {length + count} for the new tokens of sequence {b}"
             check(length + count <= self.max_tokens, _NAME, "max_tokens", rule, self.max_tokens)
-            has_past = length == 0 or length >= self._written[b] - MOST_QUERIES
+            has_past = length == 0 or length >= self._written[b] - self.rollback
             rule = "hold what its next tokens need, which a step that raised has overwritten"
             hint = f"Call truncate({b}, 0) and give it all of its tokens again."
             check(has_past, _NAME, f"sequence {b}", rule, f"{length} tokens", hint)
@@ -134,18 +144,22 @@ class NSACache:
 
         Args:
             sequence: index of the sequence.
-            length: 0, or at most 8 below the largest length so far, the limit of the rings.
+            length: 0, or at most ``rollback`` below the largest length so far, the limit of the
+                rings.
 
         Raises:
             ValueError: the length is out of range.
         """
         self._check_sequence("truncate", "sequence", sequence)
-        have, most = self._lengths[sequence], self._written[sequence]
-        least = max(most - MOST_QUERIES, 0)
+        have, least = self._lengths[sequence], self.least_length(sequence)
         rule = f"be 0 or from {least} to {have}" if least <= have else "be 0"
         check(length == 0 or least <= length <= have, "truncate", "length", rule, length)
         self._pages.truncate(sequence, length)
-        self._set_length(sequence, length, length if length == 0 else most)
+        self._set_length(sequence, length, length if length == 0 else self._written[sequence])
+
+    def least_length(self, sequence: int) -> int:
+        """Smallest length, other than 0, to which :meth:`truncate` can shorten a sequence."""
+        return max(self._written[sequence] - self.rollback, 0)
 
     def free(self, sequence: int) -> None:
         """Remove all tokens of a sequence, so that its row can be used again."""
@@ -405,8 +419,8 @@ class LayerCache:
         tokens = cache.num_pages * config.block_size
         rows = {
             "slc": tokens if "slc" in config.branches else 0,
-            "win": cache.batch_size * (config.window_size + MOST_QUERIES),
-            "raw": cache.batch_size * (config.compress_block_size + MOST_QUERIES),
+            "win": cache.batch_size * cache.ring_rows(config.window_size),
+            "raw": cache.batch_size * cache.ring_rows(config.compress_block_size),
             "cmp": tokens // config.compress_stride,
         }
         has_values = {"slc": True, "win": True}

@@ -32,7 +32,7 @@ class GenerationCache(Cache):
         decoder: decoder that stores the rows.
     """
 
-    is_croppable = False
+    is_croppable = True
 
     def __init__(self, model: LanguageModel, batch_size: int, *, max_tokens: int) -> None:
         super().__init__(layers=[])
@@ -43,15 +43,22 @@ class GenerationCache(Cache):
         self._columns = 0
 
     @torch.no_grad()
-    def take(self, tokens: Tensor, mask: Tensor | None, kept: slice | Tensor) -> Tensor:
+    def take(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        kept: slice | Tensor,
+        outputs: list[Tensor] | None = None,
+    ) -> Tensor:
         """Append the next columns of the batch.
 
         Args:
-            tokens: int64 ``[B, T]``.
+            tokens: int64 ``[B, T]``, or their embeddings ``[B, T, width]``.
             mask: ``[B, all columns]``, 0 for padding, which is left of a row's tokens; None
                 without padding. On a GPU it is not read for a single column after each row's
                 first token.
             kept: columns whose logits are returned.
+            outputs: see :meth:`hidden_states`.
 
         Returns:
             Logits ``[B, kept, vocab_size]``; meaningless for padding.
@@ -60,18 +67,41 @@ class GenerationCache(Cache):
             ValueError: the cache is full, or the mask is not valid. The cache is unchanged.
         """
         decoder, columns = self.decoder, tokens.shape[1]
+        valid = self._open(tokens, mask)
+        is_step = valid is None and tokens.ndim == 2 and outputs is None
+        if is_step and min(decoder.cache.lengths) > 0 and columns <= MOST_QUERIES:
+            # the next replay of the graph overwrites its output
+            logits = decoder.step(tokens).clone()[:, kept]
+            self._columns += columns
+            return logits
+        wanted = self._append(tokens, valid, outputs)[:, kept]
+        return decoder.logits(wanted.flatten(0, 1)).unflatten(0, wanted.shape[:2])
+
+    @torch.no_grad()
+    def hidden_states(
+        self, tokens: Tensor, mask: Tensor | None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Append the next columns like :meth:`take`; return the input of the head.
+
+        Args:
+            tokens: see :meth:`take`.
+            mask: see :meth:`take`.
+            outputs: list to which the input of each layer and the result are appended.
+
+        Returns:
+            ``[B, T, width]``; meaningless for padding.
+        """
+        hidden = self._append(tokens, self._open(tokens, mask), outputs)
+        return self.decoder.model.norm(hidden) if outputs is None else outputs[-1]
+
+    def _open(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Check the next columns; return which hold tokens, None without padding."""
+        decoder, columns = self.decoder, tokens.shape[1]
         rule = f"have {decoder.batch_size} rows, as the cache"
         check(tokens.shape[0] == decoder.batch_size, _NAME, "input_ids", rule, tokens.shape[0])
         has_begun = min(decoder.cache.lengths) > 0
         is_read = mask is not None and (columns > 1 or not has_begun or not tokens.is_cuda)
-        valid = self._valid(mask, columns) if is_read and mask is not None else None
-        if valid is None and has_begun and columns <= MOST_QUERIES:
-            # the next replay of the graph overwrites its output
-            logits = decoder.step(tokens).clone()[:, kept]
-        else:
-            logits = self._prefill(tokens, valid, kept)
-        self._columns += columns
-        return logits
+        return self._valid(mask, columns) if is_read and mask is not None else None
 
     def _valid(self, mask: Tensor, columns: int) -> Tensor | None:
         """Mask of the new columns, true for tokens; None if there is no padding."""
@@ -86,20 +116,28 @@ class GenerationCache(Cache):
         check(not (before & ~valid).any(), _NAME, "attention_mask", rule, "some behind a token")
         return valid
 
-    def _prefill(self, tokens: Tensor, valid: Tensor | None, kept: slice | Tensor) -> Tensor:
-        decoder, (batch, columns) = self.decoder, tokens.shape
+    def _append(self, tokens: Tensor, valid: Tensor | None, outputs: list[Tensor] | None) -> Tensor:
+        """Hidden states ``[B, T, width]`` before the last norm, without a CUDA graph."""
+        decoder, (batch, columns) = self.decoder, tokens.shape[:2]
         if valid is None:
             where = Sequences(None, batch, columns, columns, tokens.device)
-            hidden = decoder.hidden_states(tokens.flatten(), where).unflatten(0, tokens.shape)
+            hidden = decoder.hidden_states(tokens.flatten(0, 1), where, outputs)
         else:
             ends = valid.sum(1).cumsum(0, dtype=torch.int32)
-            cu_seqlens = torch.cat((ends.new_zeros(1), ends))
-            where = Sequences.packed(cu_seqlens, columns)
-            packed = decoder.hidden_states(tokens[valid], where)
-            hidden = packed.new_zeros(batch, columns, packed.shape[-1])
-            hidden[valid] = packed
-        wanted = hidden[:, kept]
-        return decoder.logits(wanted.flatten(0, 1)).unflatten(0, wanted.shape[:2])
+            where = Sequences.packed(torch.cat((ends.new_zeros(1), ends)), columns)
+            hidden = decoder.hidden_states(tokens[valid], where, outputs)
+        self._columns += columns
+
+        def unpacked(x: Tensor) -> Tensor:
+            if valid is None:
+                return x.unflatten(0, (batch, columns))
+            rows = x.new_zeros(batch, columns, x.shape[-1])
+            rows[valid] = x
+            return rows
+
+        if outputs is not None:
+            outputs[:] = [unpacked(x) for x in [*outputs, decoder.model.norm(hidden)]]
+        return unpacked(hidden)
 
     # --- what transformers calls ------------------------------------------------------------------
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -123,9 +161,39 @@ class GenerationCache(Cache):
         """Raise an error: the model's own layers write to the cache."""
         fail(_NAME, "model", "be an NSAForCausalLM", "the layers of another model")
 
-    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error: assisted generation needs caches that can drop tokens."""
-        fail(_NAME, "generate", "run without an assistant or prompt lookup", "one of them")
+    def activate_past_recording(self) -> None:
+        """Let :meth:`crop` remove as many tokens as the window has, if the cache is empty.
+
+        Assisted generation calls this. The rings of the cache become longer.
+        """
+        cache = self.decoder.cache
+        if all(layer.tensors is None for layer in cache.layers):
+            cache.rollback = max(cache.rollback, cache.config.window_size)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns.
+
+        Args:
+            tokens_to_remove: minus the number of columns to remove; a positive number is the number
+                of columns to keep. At most 8 tokens of a row can be removed since its largest
+                length, or ``window_size`` after :meth:`activate_past_recording`; a row can always
+                be emptied.
+
+        Raises:
+            ValueError: more would be removed. The cache is unchanged.
+        """
+        cache, number = self.decoder.cache, tokens_to_remove
+        removed = max(self._columns - number, 0) if number > 0 else min(-number, self._columns)
+        if removed == 0:
+            return
+        lengths = [max(length - removed, 0) for length in cache.lengths]
+        fits = all(n == 0 or n >= cache.least_length(b) for b, n in enumerate(lengths))
+        rule = f"remove at most {cache.rollback} columns since the largest length"
+        hint = "Before the first tokens, activate_past_recording() raises this to window_size."
+        check(fits, _NAME, "tokens_to_remove", rule, tokens_to_remove, hint)
+        for row, length in enumerate(lengths):
+            cache.truncate(row, length)
+        self._columns -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Raise an error: the number of rows is fixed."""

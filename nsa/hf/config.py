@@ -10,14 +10,20 @@ from transformers import PretrainedConfig
 from nsa.lm.config import LMConfig
 
 # Class of each Auto class, saved with the weights for `trust_remote_code=True`.
+_AUTO_MAP = {
+    "AutoConfig": "NSALMConfig",
+    "AutoModel": "NSAModel",
+    "AutoModelForCausalLM": "NSAForCausalLM",
+    "AutoModelForSequenceClassification": "NSAForSequenceClassification",
+    "AutoModelForTokenClassification": "NSAForTokenClassification",
+}
 CODE_FILE = "nsa_hf.py"
-CODE = '''"""The classes of this model: those of the package nsa, which must be installed."""
+CODE = f'''"""The classes of this model: those of the package nsa, which must be installed."""
 
-from nsa.hf import NSAForCausalLM, NSALMConfig
+from nsa.hf import {", ".join(sorted(_AUTO_MAP.values()))}
 
-__all__ = ["NSAForCausalLM", "NSALMConfig"]
+__all__ = {sorted(_AUTO_MAP.values())}
 '''
-_AUTO_MAP = {"AutoConfig": "NSALMConfig", "AutoModelForCausalLM": "NSAForCausalLM"}
 
 
 class NSALMConfig(PretrainedConfig):

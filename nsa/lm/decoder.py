@@ -56,7 +56,7 @@ class Decoder:
         num_pages: see :class:`nsa.NSACache`.
 
     Attributes:
-        cache: the decode cache, for example for lengths and forks.
+        cache: the decode cache, for example for lengths, forks and truncation.
     """
 
     def __init__(
@@ -160,12 +160,15 @@ class Decoder:
         return self.logits(hidden).view(batch, queries, -1)
 
     @torch.no_grad()
-    def hidden_states(self, tokens: Tensor, sequences: Sequences) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, sequences: Sequences, outputs: list[Tensor] | None = None
+    ) -> Tensor:
         """Append tokens to the cache.
 
         Args:
-            tokens: int64 ``[N]``.
+            tokens: int64 ``[N]``, or their embeddings ``[N, width]``.
             sequences: the sequences of the tokens.
+            outputs: list to which the input of each layer is appended.
 
         Returns:
             Input of :meth:`logits`, ``[N, width]``.
@@ -173,11 +176,15 @@ class Decoder:
         Raises:
             ValueError: the cache is full. It is unchanged.
         """
-        with self._autocast(tokens.device):
-            x = self.model.embedding(tokens)
+        x = tokens
+        if not x.is_floating_point():
+            with self._autocast(x.device):
+                x = self.model.embedding(x)
         for layer, device, cache in zip(
             self._layers, self._devices, self.cache.layers, strict=True
         ):
+            if outputs is not None:
+                outputs.append(x.to(tokens.device, copy=True))  # steps overwrite x
             if device != x.device:
                 x, sequences = x.to(device), sequences.to(device)
             with nullcontext() if isinstance(layer, StepLayer) else self._autocast(device):

@@ -165,7 +165,25 @@ class LanguageModel(nn.Module):
 
         The arguments are those of :meth:`forward`.
         """
-        x = self.embedding(tokens)
+        return self.transform(self.embedding(tokens), cu_seqlens, max_seqlen, cache)
+
+    def transform(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: NSACache | None = None,
+        outputs: list[Tensor] | None = None,
+    ) -> Tensor:
+        """:meth:`hidden_states` from embeddings ``[T, width]`` or ``[B, T, width]``.
+
+        Args:
+            x: embeddings.
+            cu_seqlens: see :meth:`forward`.
+            max_seqlen: see :meth:`forward`.
+            cache: see :meth:`forward`.
+            outputs: list to which the input of each layer and the result are appended.
+        """
         _, sequences = open_layer_input(
             "LanguageModel", x, self.config.width, cu_seqlens, max_seqlen
         )
@@ -173,8 +191,13 @@ class LanguageModel(nn.Module):
             sequences = sequences.with_blocks(self.config.nsa)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.decoder_layers(), caches, strict=True):
+            if outputs is not None:
+                outputs.append(x)
             x = layer(x, sequences, layer_cache)
-        return self.norm(x)
+        x = self.norm(x)
+        if outputs is not None:
+            outputs.append(x)
+        return x
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """Decoder layers, first to last."""

@@ -66,7 +66,7 @@ def new_tokens(length: int) -> Tensor:
 @ATTENTION
 def test_model_on_the_second_gpu(attention):
     """Gradients only of sparse attention, whose bits are the same in every run."""
-    model, tokens = new_model(attention).model, new_tokens(700)
+    model, tokens = new_model(attention).lm, new_tokens(700)
 
     def run() -> list[Tensor]:
         out = model(tokens)
@@ -83,7 +83,7 @@ def test_model_on_the_second_gpu(attention):
 @ATTENTION
 def test_decoder_on_the_second_gpu(attention):
     """Prompts and recorded steps, after another capture on the first GPU."""
-    model, tokens = new_model(attention).model, new_tokens(1300)
+    model, tokens = new_model(attention).lm, new_tokens(1300)
     x = torch.zeros(1, device="cuda:0")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)

@@ -58,12 +58,12 @@ def test_logits_of_a_loaded_model(dtype, tmp_path):
     """Bit for bit those of the project's model, and as near to fp64 as the reference is."""
     model, x = new_model(), few_tokens()
     model.save_pretrained(tmp_path)
-    exact = deepcopy(model.model).double()(x)
-    plain = deepcopy(model.model).to(dtype)(x)
+    exact = deepcopy(model.lm).double()(x)
+    plain = deepcopy(model.lm).to(dtype)(x)
     loaded = NSAForCausalLM.from_pretrained(tmp_path, dtype=dtype, device_map=DEVICE)
     logits = loaded(x.to(DEVICE)).logits
     assert_within_budget(logits.cpu(), plain, exact, "logits")
-    assert torch.equal(model.model.to(DEVICE, dtype)(x.to(DEVICE)), logits)
+    assert torch.equal(model.lm.to(DEVICE, dtype)(x.to(DEVICE)), logits)
 
 
 @TWO_GPUS
@@ -110,11 +110,32 @@ def test_left_padded_batch(attention):
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     found = model.generate(**on_device(rows), **options)[:, -NEW:].tolist()
     alone = [model.generate(**on_device([row]), **options)[0, -NEW:].tolist() for row in rows]
-    differences = first_differences(model.model, prompts, found)
+    differences = first_differences(model.lm, prompts, found)
     print(f"\n{attention}: differences {differences}")
     assert len(differences) <= 1
     assert sum(x != y for x, y in zip(found, alone, strict=True)) <= 1
     assert len({token for text in found for token in text}) > 30
+
+
+@pytest.mark.parametrize("number", [3, 20])
+@torch.no_grad()
+def test_prompt_lookup(number):
+    """Candidates, some of which are wrong, change nothing but at a near tie."""
+    model = new_model().to(DEVICE)
+    text = torch.tensor(make_prompts((300,), 256)[0] * 2)  # all blocks are selected
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    batch = on_device([text])
+    found = model.generate(**batch, **options, prompt_lookup_num_tokens=number)
+    differences = first_differences(model.lm, [text.tolist()], found[:, -NEW:].tolist())
+    assert all(gap < 1e-3 for _, gap in differences.values())
+    cache = model.new_cache(max_tokens=len(text) + 40)
+    x = batch["input_ids"]
+    model(x, past_key_values=cache)
+    logits = model(x[:, :8], past_key_values=cache).logits
+    for _ in range(3):  # eager, captured, replayed
+        cache.crop(-8)
+        again = model(x[:, :8], past_key_values=cache).logits
+        torch.testing.assert_close(again, logits, rtol=0, atol=1e-4)
 
 
 def test_beams():

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa import NSAConfig, compressed_attention, select_blocks
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
 from tests.gpu.test_properties import SETTING
-from tests.ops.properties import test_same_bits_on_every_run
+from tests.ops import properties
 from tests.ops.public import (
     ALGORITHMS,
     CHECKS,
@@ -97,7 +97,7 @@ def test_gathering_in_segments():
     """Queries in four parts, as for long sequences, where one part would need too much memory."""
     with mock.patch("nsa.ops.selected.launch.SMALL", 1):
         RUNS["gathered"](seed_case(1200, 70, 0, 33)).check()
-        test_same_bits_on_every_run("gathered", "bf16", SETTING)
+        properties.test_same_bits_on_every_run("gathered", "bf16", SETTING)
 
 
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]

@@ -228,7 +228,7 @@ DENSE: dict[str, Any] = {"attention": "dense", "mlp": "swiglu", "value_dim": 16}
 )
 def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None:
     """What differs is rounding: Llama's norms and angles are fp32 in fp64 models, too."""
-    model = tiny_model(**DENSE, **changes).model
+    model = tiny_model(**DENSE, **changes).lm
     as_llama(model, {}).save_pretrained(tmp_path)
     llama, x = LlamaForCausalLM.from_pretrained(tmp_path), tokens(2, 60)
     torch.testing.assert_close(llama(x).logits, model(x), rtol=0, atol=1e-5)
@@ -242,12 +242,15 @@ def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None
     ("changes", "match"),
     [
         ({"mlp": "silu"}, "model.mlp must be swiglu for Llama's layout, got silu"),
-        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "rope_scaling must be linear or left out"),
+        (
+            {"rope_scaling": RopeScaling("yarn", 2.0)},
+            "rope_scaling must be linear, llama3 or left out",
+        ),
         ({"num_heads": 10}, r"model.width must be a multiple of num_heads \(10\)"),
     ],
 )
 def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
-    config = tiny_model(**{**DENSE, **changes}).model.config
+    config = tiny_model(**{**DENSE, **changes}).lm.config
     with pytest.raises(ValueError, match=match):
         llama_settings("export", config)
 
@@ -263,7 +266,7 @@ def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
     ],
 )
 def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
-    config = tiny_model(**DENSE).model.config
+    config = tiny_model(**DENSE).lm.config
     found = llama_settings("f", config)
     check_llama("f", "a", found, config)
     old = {key: x for key, x in found.items() if key != "rope_parameters"}
@@ -319,7 +322,7 @@ def test_an_index_names_files_beside_it(place: object, tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
     match = r"^--init-from must name files \*\.safetensors of the folder in model\..*, got "
     with pytest.raises(ValueError, match=match):
-        load_initial(inside, model.model)
+        load_initial(inside, model.lm)
     index.write_text("[]" if place == 3 else '{"weight_map": []}')
     with pytest.raises(ValueError, match=r"hold JSON objects|hold a weight_map in model"):
-        load_initial(inside, model.model)
+        load_initial(inside, model.lm)

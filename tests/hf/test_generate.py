@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -30,7 +31,7 @@ def model_of(**changes: Any) -> NSAForCausalLM:
 def without_cache(model: NSAForCausalLM, row: Tensor, count: int = NEW) -> list[int]:
     """Greedy, by the model alone."""
     for _ in range(count):
-        row = torch.cat((row, model.model(row)[-1].argmax()[None]))
+        row = torch.cat((row, model.lm(row)[-1].argmax()[None]))
     return row[-count:].tolist()
 
 
@@ -41,8 +42,11 @@ def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | No
     model = model_of(attention=attention)
     rows = [tokens(n, seed=n) for n in LENGTHS]
     wanted = [without_cache(model, row) for row in rows]
-    found = model.generate(**left_padded(rows), **GREEDY, prefill_chunk_size=chunk)
-    assert found[:, -NEW:].tolist() == wanted
+    batch = left_padded(rows)
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for given in ({}, {"position_ids": positions}):
+        found = model.generate(**batch, **GREEDY, **given, prefill_chunk_size=chunk)
+        assert found[:, -NEW:].tolist() == wanted
     assert len({*itertools.chain(*wanted)}) > 3
 
 
@@ -54,7 +58,7 @@ def test_equals_nsa_generate() -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": greedy}
     texts = [
         b"".join(x)
-        for x in zip(*Generation(model.model, ByteTokenizer(), [[*prompt]], **options), strict=True)
+        for x in zip(*Generation(model.lm, ByteTokenizer(), [[*prompt]], **options), strict=True)
     ]
     found = model.generate(torch.tensor([[*prompt]]), **GREEDY, eos_token_id=0, pad_token_id=0)
     assert bytes(found[0, len(prompt) :].tolist()).split(b"\0")[0] == texts[0]
@@ -68,7 +72,7 @@ def best_beams(model: NSAForCausalLM, row: Tensor, beams: int, count: int) -> li
     for _ in range(count):
         wider = []
         for score, text in found:
-            chances = model.model(text)[-1].log_softmax(-1)
+            chances = model.lm(text)[-1].log_softmax(-1)
             wider += [
                 (score + float(x), torch.cat((text, torch.tensor([i]))))
                 for i, x in enumerate(chances)
@@ -113,16 +117,71 @@ def test_autocast() -> None:
     assert found.sequences.shape == (1, 30 + NEW)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"cache_implementation": "quantized"}, "cache_implementation must be left out"),
-        ({"prompt_lookup_num_tokens": 2}, "generate must run without an assistant"),
-    ],
-)
-def test_refused_ways_to_generate(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        tiny().generate(tokens(1, 20).repeat(1, 3), **GREEDY, **arguments)
+def test_refused_kind_of_cache() -> None:
+    with pytest.raises(ValueError, match="cache_implementation must be left out"):
+        tiny().generate(tokens(1, 20), **GREEDY, cache_implementation="quantized")
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("number", [3, 12])  # more than 8 are not a decode step
+def test_assisted_generation(attention: str, number: int) -> None:
+    """Prompt lookup and an assistant, some of whose candidates are wrong, change no token."""
+    model, text = model_of(attention=attention), tokens(1, 25).repeat(1, 3)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    wanted = model.generate(text, **options)
+    assert wanted[0].tolist()[-40:] == without_cache(model, text[0], 40)
+    found = model.generate(text, **options, prompt_lookup_num_tokens=number)
+    assert torch.equal(found, wanted)
+    assistant = copy.deepcopy(model)
+    assistant.lm.head.weight.data[wanted[0, -5]] *= -1
+    accepted = list[int]()
+    for helper in (assistant, copy.deepcopy(model)):
+        settings = helper.generation_config
+        settings.num_assistant_tokens, settings.assistant_confidence_threshold = number, 0
+        steps = list[int]()
+        handle = model.register_forward_hook(lambda *_, steps=steps: steps.append(1))
+        found = model.generate(text, **options, assistant_model=helper)
+        handle.remove()
+        assert torch.equal(found, wanted)
+        accepted.append(40 - len(steps))
+    assert 0 < accepted[0] < accepted[1]
+
+
+def test_crop() -> None:
+    """Tokens are removed and others follow, as far back as the window or by 8 tokens."""
+    model, batch = model_of(), left_padded([tokens(70), tokens(9, seed=2)])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    wanted, window = model(**batch).logits, model.config.lm.nsa.window_size
+    for most in (8, window):
+        cache = model.new_cache(2, max_tokens=90)
+        if most == window:
+            cache.activate_past_recording()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.activate_past_recording()  # too late
+        for number in (-most - 1, 69 - most):
+            with pytest.raises(ValueError, match=f"must remove at most {most} columns"):
+                cache.crop(number)
+        assert (cache.get_seq_length(), cache.decoder.cache.lengths) == (70, [70, 9])
+        for number, left in ((0, 70), (100, 70), (-1, 69), (66, 66), (66 - most + 4, 70 - most)):
+            cache.crop(number)
+            assert cache.get_seq_length() == left
+        found = model(ids[:, left:], attention_mask=mask, past_key_values=cache).logits
+        is_token = mask[:, left:] == 1
+        torch.testing.assert_close(found[is_token], wanted[:, left:][is_token], rtol=0, atol=1e-11)
+    cache.crop(-70)
+    assert cache.decoder.cache.lengths == [0, 0]
+
+
+def test_embeddings_as_prompt_and_hidden_states() -> None:
+    model, text = model_of(), tokens(1, 30)
+    embedded = model.lm.embedding(text)
+    wanted = model.generate(text, **GREEDY)[:, 30:]
+    options = {"return_dict_in_generate": True, "output_hidden_states": True}
+    found = model.generate(inputs_embeds=embedded, **GREEDY, **options)
+    assert torch.equal(found.sequences, wanted)
+    states = torch.cat([step[-1] for step in found.hidden_states], dim=1)
+    whole = model.base_model(torch.cat((text, wanted[:, :-1]), dim=1)).last_hidden_state
+    torch.testing.assert_close(states, whole, rtol=0, atol=1e-11)
 
 
 def test_refused_tokens() -> None:

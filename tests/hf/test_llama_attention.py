@@ -1,4 +1,4 @@
-"""The example that puts NSA into Llama's attention: dense up to n * l' tokens, sparse beyond."""
+"""``nsa.hf.register``: sparse attention in Llama, dense up to n * l' tokens, sparse beyond."""
 
 from __future__ import annotations
 
@@ -9,32 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from examples import llama
+import nsa.hf
+from nsa import NSAConfig, native_sparse_attention
+from nsa.config import Branch
 from tests.hf.tiny import left_padded, tokens
 from tests.ops.cases import offsets, small
 
-PATTERN = small()
+FIELDS = ("compress_block_size", "compress_stride", "block_size", "num_selected_blocks")
+CHANGES: dict[str, Any] = {name: getattr(small(), name) for name in (*FIELDS, "window_size")}
+PATTERN = NSAConfig(**CHANGES)
+Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
 SAME = PATTERN.num_selected_blocks * PATTERN.block_size  # tokens until which all is selected
 LENGTHS = (3 * SAME, 5, 2 * SAME)
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """By NSA, and dense, with equal weights."""
-    llama.register(PATTERN)
+def new_models(name: str) -> Models:
+    """A Llama with the registered attention ``name``, and a dense one, with equal weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 40}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    dense = LlamaForCausalLM(config).eval()
+    eager = {"attn_implementation": "eager"}
+    dense = LlamaForCausalLM._from_config(config, **eager).eval()
     state = dense.state_dict()
-    other = copy.deepcopy(config)
-    sparse = LlamaForCausalLM._from_config(other, attn_implementation="nsa").eval()
+    sparse = LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
     sparse.load_state_dict(state)
     return sparse, dense
 
 
-Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
+@pytest.fixture(scope="module")
+def models() -> Models:
+    nsa.hf.register(**CHANGES, branches=("slc",))
+    return new_models("nsa")
 
 
 def test_logits_are_dense_up_to_the_selected_tokens(models: Models) -> None:
@@ -132,3 +139,76 @@ def test_cached_step_behind_packed_documents(models: Models) -> None:
     logits = sparse(chunk, past_key_values=cache, position_ids=at).logits[0]
     alone = sparse(torch.cat((last[None], chunk), dim=1)).logits[0, -3:]
     torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+def test_a_pattern_that_selects_everything() -> None:
+    """Logits and gradients are those of eager attention, with both branches."""
+    everything = {**CHANGES, "num_selected_blocks": 8, "window_size": 128}
+    nsa.hf.register("everything", **everything)
+    models = new_models("everything")
+    batch = left_padded([tokens(n, seed=n) for n in (120, 40)])
+    valid = batch["attention_mask"] == 1
+    for model in models:
+        model.logits = model(**batch).logits[valid]
+        model.logits.square().sum().backward()
+    torch.testing.assert_close(models[0].logits, models[1].logits, rtol=0, atol=1e-6)
+    for found, wanted in zip(*(model.parameters() for model in models), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-3, atol=1e-5)
+    keys = (121 / 2 * 120 + 41 / 2 * 40) / 160
+    assert nsa.hf.keys_read(models[0]) == pytest.approx([2 * keys] * 2)  # in each branch
+    with pytest.raises(ValueError, match=r"model must have run with attention from nsa\.hf"):
+        nsa.hf.keys_read(models[1])
+
+
+@pytest.mark.parametrize("branches", [("slc", "win"), ("cmp", "slc", "win")])
+def test_equals_the_function(branches: tuple[Branch, ...]) -> None:
+    """A layer is the projections, Llama's rotation and ``native_sparse_attention``."""
+    nsa.hf.register("sparse", **CHANGES, branches=branches)
+    model, _ = new_models("sparse")
+    x, layer = torch.randn(2, 150, 64), model.model.layers[0].self_attn
+    positions = torch.arange(150)[None]
+    cos_sin = model.model.rotary_emb(x, positions)
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    given = {"position_embeddings": cos_sin, "position_ids": positions, "attention_mask": mask}
+    found, _ = layer(x, **given)
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    q, k, v = (y.transpose(1, 2) for y in (*apply_rotary_pos_emb(q, k, *cos_sin), v))
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    config = NSAConfig(**CHANGES, **heads, branches=branches, phi="mean", compress_rope="none")
+    gates = torch.full((2, 150, 4, 3), 1 / len(branches))
+    out = native_sparse_attention(q, k, v, k, v, k, v, gates, None, config)
+    torch.testing.assert_close(found, layer.o_proj(out.flatten(-2)), rtol=0, atol=1e-6)
+    read = nsa.hf.keys_read(model)[0]
+    size, window = SAME, PATTERN.window_size
+    slc = [min(t // 16 + 1, size // 16) * 16 - 15 + t % 16 for t in range(150)]
+    win = [min(t + 1, window) for t in range(150)]
+    assert read == pytest.approx((sum(slc) + sum(win)) / 150)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_heads": 4}, "num_heads must be left out, got 4"),
+        ({"block_size": 24}, "block_size must be"),
+        ({"name": "x", "window": 4}, "window"),
+    ],
+)
+def test_refused_patterns(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        nsa.hf.register(**arguments)
+
+
+def test_refused_attention(models: Models) -> None:
+    sparse = copy.deepcopy(models[0]).train()
+    sparse.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="dropout must be left out or 0"):
+        sparse(tokens(1, 8))
+    with pytest.raises(ValueError, match="sliding_window must be left out or 0, got 4"):
+        models[0](tokens(1, 8), sliding_window=4)
+    with pytest.raises(ValueError, match="is_causal must be true, got False"):
+        models[0](tokens(1, 8), is_causal=False)

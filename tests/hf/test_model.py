@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -12,11 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from nsa import NSAConfig, Sequences
 from nsa.config import RopeScaling
-from nsa.hf import NSAForCausalLM, NSALMConfig
+from nsa.hf import NSAForCausalLM, NSALMConfig, NSAModel
 from nsa.lm.config import LMConfig
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.ops.cases import offsets, small
@@ -44,7 +51,7 @@ def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit those of the project's model, before and behind a folder of several files."""
     model, x = tiny(**kind).float(), tokens(2, 60)
     logits = model(x, attention_mask=torch.ones_like(x)).logits
-    assert torch.equal(logits, model.model(x))
+    assert torch.equal(logits, model.lm(x))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-0000*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -54,8 +61,144 @@ def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
     assert is_tied == model.config.lm.tie_head
     frozen = {name for name, x in model.named_parameters() if not x.requires_grad}
     assert {name for name, x in loaded.named_parameters() if not x.requires_grad} == frozen
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    is_saved = {f"model.{name}" for name in model.lm.state_dict()} - {"model.head.weight"}
+    assert names - {"model.head.weight"} == is_saved
     loaded.save_pretrained(tmp_path / "again")
     same(model, NSAForCausalLM.from_pretrained(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_base_model(kind: dict[str, Any]) -> None:
+    """Its last hidden state is the input of the head, with padding, embeddings or a cache too."""
+    model, batch = tiny(**kind), left_padded([tokens(n, seed=n) for n in (60, 33)])
+    base, head, embedding = model.base_model, model.get_output_embeddings(), model.lm.embedding
+    assert base is model.get_decoder()
+    assert model.get_input_embeddings() is base.get_input_embeddings() is embedding
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    valid = mask == 1
+    found = base(**batch, output_hidden_states=True)
+    logits = model(**batch, output_hidden_states=True)
+    assert torch.equal(head(found.last_hidden_state), logits.logits)
+    assert found.past_key_values is None
+    for x, y in zip(found.hidden_states, logits.hidden_states, strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(found.hidden_states[-1], found.last_hidden_state)
+    embedded = {"inputs_embeds": embedding(ids), "attention_mask": mask}
+    assert torch.equal(found.last_hidden_state, base(**embedded, return_dict=False)[0])
+    assert torch.equal(logits.logits, model(**embedded).logits)
+
+    row = ids[1, -33:]
+    sequences = Sequences(None, 1, 33, 33, row.device)
+    states = [embedding(row)]
+    for layer in model.lm.decoder_layers():
+        states.append(layer(states[-1], sequences, None))
+    states[-1] = model.lm.norm(states[-1])
+    for x, wanted in zip(found.hidden_states, states, strict=True):
+        torch.testing.assert_close(x[1, -33:], wanted, rtol=0, atol=1e-12)
+
+    for name, x in (("input_ids", ids), ("inputs_embeds", embedding(ids))):
+        for part, wanted in ((model, logits.logits), (base, found.last_hidden_state)):
+            cache = model.new_cache(2, max_tokens=60)
+            for start, stop in ((0, 50), (50, 60)):
+                cached = part(
+                    **{name: x[:, start:stop]},
+                    attention_mask=mask[:, :stop],
+                    past_key_values=cache,
+                    output_hidden_states=True,
+                )
+                for y, state in zip(cached.hidden_states, found.hidden_states, strict=True):
+                    is_token = valid[:, start:stop]
+                    state = state[:, start:stop][is_token]
+                    torch.testing.assert_close(y[is_token], state, rtol=0, atol=1e-11)
+                result = next(iter(cached.values()))
+                wanted_part = wanted[:, start:stop][is_token]
+                torch.testing.assert_close(result[is_token], wanted_part, rtol=0, atol=1e-11)
+            assert cached.past_key_values is cache
+
+
+def test_copies_and_replaced_modules() -> None:
+    """The model, its base and its language model have the same modules, in copies as well."""
+    model, x = tiny(), tokens(1, 20)
+    other = copy.deepcopy(model)
+    other.model.head = torch.nn.Linear(24, 3).double()
+    other.lm.norm = torch.nn.Identity()  # type: ignore[assignment]
+    assert other(x).logits.shape == (1, 20, 3)
+    assert other.lm(x).shape == (1, 20, 3)
+    assert other.model.norm is other.lm.norm
+    assert torch.equal(model(x).logits, model.lm(x))
+    assert {id(p) for p in model.parameters()}.isdisjoint(map(id, other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("auto", "rows"),
+    [(AutoModelForSequenceClassification, (2, 1)), (AutoModelForTokenClassification, (2, 30, 1))],
+)
+def test_models_with_other_heads(auto: Any, rows: tuple[int, ...], tmp_path: Path) -> None:
+    """From a folder of a language model: its weights and a new head, which is trained and saved."""
+    model, x = tiny().float(), tokens(2, 30)
+    model.config.pad_token_id = VOCAB
+    wanted = model.base_model(x).last_hidden_state
+    model.save_pretrained(tmp_path / "language")
+    base = AutoModel.from_pretrained(tmp_path / "language")
+    assert type(base) is NSAModel
+    base.save_pretrained(tmp_path / "base")
+    for place in ("language", "base"):
+        loaded = AutoModel.from_pretrained(tmp_path / place)
+        assert torch.equal(loaded(x).last_hidden_state, wanted)
+        assert not [name for name, _ in loaded.named_parameters() if "head" in name]
+        classifier = auto.from_pretrained(tmp_path / place, num_labels=1)
+        assert torch.equal(classifier.model(x).last_hidden_state, wanted)
+        assert 0.1 < classifier.score.weight.std() < 0.4
+    with pytest.raises(ValueError, match="the folder must hold model"):
+        NSAForCausalLM.from_pretrained(tmp_path / "base")
+    classifier._set_gradient_checkpointing()
+    assert {layer.keeps for layer in classifier.model.lm.decoder_layers()} == {"input"}
+    result = classifier.train()(x, attention_mask=torch.ones_like(x))
+    assert result.logits.shape == rows
+    result.logits.sum().backward()
+    trained = [p for p in classifier.parameters() if p.requires_grad]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
+    classifier.eval().save_pretrained(tmp_path / "head")
+    again = auto.from_pretrained(tmp_path / "head")
+    assert torch.equal(again(x).logits, classifier(x).logits)
+    loaded = AutoModel.from_pretrained(tmp_path / "head")
+    assert torch.equal(loaded(x).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize("lengths", [((33, 1, 7, 19),), ((23, 7), (30,))], ids=str)
+def test_positions_that_restart(lengths: tuple[tuple[int, ...], ...]) -> None:
+    """They separate documents, as ``cu_seq_lens_q`` does, for logits and loss."""
+    model, every = tiny(), [n for row in lengths for n in row]
+    x = tokens(len(lengths), 60 // len(lengths))
+    positions = torch.cat([torch.arange(n) for n in every]).view(x.shape)
+    options = {"cu_seq_lens_q": offsets(every), "position_ids": positions + 5}  # not read
+    wanted, found = (
+        model(x, labels=x, **given) for given in (options, {"position_ids": positions})
+    )
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.loss, wanted.loss)
+    hidden = model.base_model(x, position_ids=positions).last_hidden_state
+    assert torch.equal(model.lm.head(hidden), wanted.logits)
+    assert not torch.equal(wanted.logits, model(x).logits)
+
+
+def test_positions_that_the_model_counts() -> None:
+    model, batch = tiny(), left_padded([tokens(n, seed=n) for n in (60, 33)])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    wanted, column = model(**batch).logits, torch.arange(60)[None]
+    for positions in (column, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
+        assert torch.equal(model(**batch, position_ids=positions).logits, wanted)
+        cached = {"past_key_values": model.new_cache(2, max_tokens=60)}
+        model(ids[:, :50], attention_mask=mask[:, :50], position_ids=positions[:, :50], **cached)
+        late = {"attention_mask": mask, "position_ids": positions[:, 50:], **cached}
+        found = model(ids[:, 50:], **late).logits
+        torch.testing.assert_close(found, wanted[:, 50:], rtol=0, atol=1e-11)
+        with pytest.raises(ValueError, match="position_ids must be the columns of the tokens"):
+            model(
+                ids[:, :1], attention_mask=torch.ones(2, 61), position_ids=column[:, :1], **cached
+            )
+    assert torch.equal(model(ids, position_ids=column).logits, model(ids).logits)
 
 
 def test_padding() -> None:
@@ -101,13 +244,13 @@ def test_loss_and_checkpointing() -> None:
     names = ("gradient", "activation")
     name = names[hasattr(model, "activation_checkpointing_enable")]
     getattr(model, f"{name}_checkpointing_enable")()
-    assert {layer.keeps for layer in model.model.decoder_layers()} == {"input"}
+    assert {layer.keeps for layer in model.lm.decoder_layers()} == {"input"}
     for found, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     getattr(model, f"{name}_checkpointing_disable")()
-    assert {layer.keeps for layer in model.model.decoder_layers()} == {"everything"}
+    assert {layer.keeps for layer in model.lm.decoder_layers()} == {"everything"}
     model._set_gradient_checkpointing(every_n_layers=2)
-    assert [layer.keeps for layer in model.model.decoder_layers()] == ["input", "everything"]
+    assert [layer.keeps for layer in model.lm.decoder_layers()] == ["input", "everything"]
 
 
 @pytest.mark.parametrize(("ignored", "items"), [(False, None), (True, 97)])
@@ -227,14 +370,17 @@ def test_auto_classes_in_a_new_process(tmp_path: Path) -> None:
     """Without ``import nsa.hf``, by the file that lies beside the weights."""
     tiny().save_pretrained(tmp_path / "m")
     program = f"""
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
-print(type(model).__module__)
+import transformers
+for kind in ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"):
+    auto = getattr(transformers, "AutoModel" + kind)
+    model = auto.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
+    print(type(model).__module__, type(model).__name__)
 """
     env = {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "nsa.hf.model\n"
+    kinds = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    assert done.stdout.splitlines() == [f"nsa.hf.model NSA{kind}" for kind in kinds]
 
 
 def test_missing_extra() -> None:
@@ -272,9 +418,18 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ("arguments", "match"),
     [
         (
-            {"position_ids": torch.arange(5)[None]},
-            "position_ids must be left out, got it. They fol",
+            {"position_ids": torch.arange(1, 6)[None]},
+            "position_ids must count from 0, in each row or in each of its documents, got others",
         ),
+        ({"position_ids": torch.arange(4)[None]}, r"position_ids must have shape \[1, 5\]"),
+        (
+            {
+                "position_ids": torch.tensor([[0, 1, 0, 1, 2]]),
+                "attention_mask": torch.tensor([[0, 1, 1, 1, 1]]),
+            },
+            "position_ids must be the columns of the tokens, or count the tokens of each row",
+        ),
+        ({"inputs_embeds": torch.ones(1, 5, 24)}, "input_ids must be given, or inputs_embeds, not"),
         ({"output_attentions": True}, "output_attentions must be left out"),
         ({"use_cache": True}, "use_cache must come with past_key_values, got True. Give past_"),
         ({"past_key_values": ()}, "past_key_values must come from new_cache, got tuple"),

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
-def test_a_few_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_offsets", [True, False])  # otherwise positions that restart
+def test_a_few_steps(has_offsets: bool, tmp_path: Path) -> None:
     """The loss falls, with layers computed again; a checkpoint is what was trained."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -40,12 +41,12 @@ def test_a_few_steps(tmp_path: Path) -> None:
         model,
         arguments,
         train_dataset=[{"input_ids": text.tolist()} for text in texts],
-        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=has_offsets),
     )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < losses[0] - 0.3
-    assert {layer.keeps for layer in model.model.decoder_layers()} == {"input"}
+    assert {layer.keeps for layer in model.lm.decoder_layers()} == {"input"}
     saved = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
     x = texts[0][None]
     assert torch.equal(saved(x).logits, model.eval()(x).logits)
