@@ -130,9 +130,19 @@ def _starter(
         check_selects("generate", "--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
-    return lambda texts, number: generation.Generation(
-        model, tokenizer, texts, seed=seed + number, **options
-    )
+
+    def start(texts: Sequence[str], number: int) -> generation.Generation:
+        found = generation.Generation(model, tokenizer, texts, seed=seed + number, **options)
+        if where.type == "cuda" and number == 0:
+            from nsa.ops._triton.ahead import KernelsAhead
+
+            ahead = KernelsAhead(found.run_on_cpu, where)
+            if not ahead.is_done(1.0):
+                print("compiling kernels, once for this GPU and model", file=sys.stderr)
+            ahead.wait()
+        return found
+
+    return start
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from nsa.errors import check
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.train.data import Tokenizer
+from nsa.train.execution.kernels_ahead import run_generation
 from nsa.train.watch.out_of_memory import free_memory
 
 _STEPS_AT_A_TIME = 64
@@ -269,6 +270,12 @@ class Generation(Iterator[list[bytes]]):
 
     def __next__(self) -> list[bytes]:
         return next(self._steps)
+
+    def run_on_cpu(self) -> None:
+        """Record the kernels of the prompts and of a first step, see ``nsa.ops._triton.ahead``."""
+        lengths = [len(tokens) for tokens in self.tokens]
+        dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
+        run_generation(self.model.config, lengths, max(lengths) + self._max_new_tokens, dtype)
 
     def _run(self) -> Iterator[list[bytes]]:
         device = self.model.embedding.weight.device

@@ -29,7 +29,7 @@ from nsa.train.distributed.strategy import distribute
 from nsa.train.execution.activations import checkpoint_activations
 from nsa.train.execution.compilation import Startup, compilations, first_capacity
 from nsa.train.execution.cuda_graphs import CaptureError, Replay
-from nsa.train.execution.kernels_ahead import KernelsAhead
+from nsa.train.execution.kernels_ahead import run_step
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer, lr_factor, run_now
@@ -120,8 +120,9 @@ class Trainer:
         self.device = self._prepare_device(config, launch)
         seed_everything(config.seed)
         resumed = resumed_checkpoint(config, run_folder, self.device) if resume else None
-        self._kernels_ahead = KernelsAhead(config, self.device, launch)
-        compilations.before_kernel = self._kernels_ahead.wait
+        # One process of a machine compiles; the others load from Triton's cache what is there.
+        if self.device.type == "cuda" and launch.local_rank == 0:
+            self._compile_kernels()
         self.startup.begin("model")  # before the data: an error need not wait for them
         self._make_model(init_from)
         self.startup.begin("data")
@@ -361,7 +362,7 @@ class Trainer:
         begun, stop = time.perf_counter() - progress.seconds, 0
         with self._requests, ExitStack() as open_parts:
             ahead = self._batches_ahead()
-            for part in (self._checkpoints, self._reports, ahead, self._kernels_ahead):
+            for part in (self._checkpoints, self._reports, ahead):
                 open_parts.enter_context(closing(part))
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
@@ -377,6 +378,12 @@ class Trainer:
             name = None if stop in (0, HALT) else signal.Signals(stop).name
             self._finish(name)
         return RunResult(progress.step >= steps, name, progress.step, self._reports.last_row)
+
+    def _compile_kernels(self) -> None:
+        from nsa.ops._triton.ahead import KernelsAhead
+
+        kernels = KernelsAhead(functools.partial(run_step, self.config), self.device)
+        compilations.before_kernel = kernels.wait
 
     def _batches_ahead(self) -> Prefetcher[Drawn]:
         sampler = self.data.sampler(self.config.seq_len, self.config.seed)
@@ -418,7 +425,6 @@ class Trainer:
                 results = self.train_step(batches, targets)
         except CaptureError as error:
             raise TrainingStoppedError(f"{error} In this run {self._last_checkpoint()}.") from error
-        self._kernels_ahead.close()  # nothing to compile after the first step
         progress.step += 1
         self._results.put((progress.step, targets, num_bytes), results)
         tokens = self.config.global_batch * self.config.seq_len

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from nsa.ops._triton.ahead import launches_of
 from nsa.train.config import DataConfig, ParallelConfig
 from nsa.train.execution.compilation import compilations
-from nsa.train.execution.kernels_ahead import launches_of_a_step
+from nsa.train.execution.kernels_ahead import run_step
 from nsa.train.run_folder import RunFolder
 from nsa.train.trainer import Trainer
 from tests.gpu.matrix import SEED
@@ -71,7 +72,8 @@ def test_kernels_ahead_are_those_of_a_step(tmp_path):
     with noted_launches() as launched:
         trainer.train_step(trainer.next_batches())
     properties = torch.cuda.get_device_properties(0)
-    ahead = launches_of_a_step(config, properties.name, (properties.major, properties.minor))
+    capability = (properties.major, properties.minor)
+    ahead = launches_of(lambda: run_step(config), properties.name, capability)
     assert {kernel.fn.__name__ for kernel, _, _ in ahead} == {
         kernel.fn.__name__ for kernel in launched
     }

@@ -179,9 +179,12 @@ keep_encoded_descriptors()
 # memory-bound kernels, so they use it only in the smallest steps.
 
 
+EARLY_WITHOUT_GPU = False  # for recorded launches
+
+
 def starts_early(x: Tensor) -> bool:
     """Whether to set the launch option ``launch_pdl`` on the device of x."""
-    return x.is_cuda and _device_starts_early(x.device.index)
+    return _device_starts_early(x.device.index) if x.is_cuda else EARLY_WITHOUT_GPU
 
 
 @cache

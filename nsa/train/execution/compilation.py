@@ -118,7 +118,9 @@ class CompilationCounter:
 
         def at_launch(**details: Any) -> bool | None:
             skip = None if before is None else before(**details)
-            if not skip:  # True: the hook has dealt with the kernel, and nothing is compiled
+            # True: the hook has dealt with the kernel, and nothing is compiled. A kernel that is
+            # compiled ahead is not launched yet.
+            if not (skip or details.get("is_manual_warmup")):
                 if self.now.kernels == 0:
                     logger.info("compiling Triton kernels, or loading them from Triton's cache")
                 self.before_kernel()
