@@ -148,7 +148,7 @@ def inspect(
         tokens: number of tokens from the start of the text (default a sequence of the run)
         json: print one JSON object instead of lines, with the merged token ranges of eight queries
         output: page to write (default inspection.html in the run)
-        record: new file for all selected blocks, which nsa bench attention --recorded reads
+        record: new .npz file for the block indices of all layers
     """
     from nsa.files import replace_text
     from nsa.train.run_folder import RunFolder

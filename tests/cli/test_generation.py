@@ -9,10 +9,10 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nsa import cli
-from nsa.lm.recorded import load_selections
 from nsa.train.generation import Generation
 from tests.cli.conftest import Command, pipe
 from tests.train.cases import make_trainer, tiny_config
@@ -193,9 +193,10 @@ def test_inspect_writes_a_page_and_json(here, nsa, monkeypatch):
     text = "a bb ccc dddd eeeee " * 30
     Path("text.txt").write_text(text)
     found = json.loads(nsa("inspect run --text text.txt --tokens 200 --json --record blocks.npz"))
-    layers, block_size = load_selections(Path("blocks.npz"))
-    assert len(layers) == len(found["layers"])
-    assert (layers[0].shape[0], block_size) == (200, found["layers"][0]["selection"]["block_size"])
+    blocks = np.load("blocks.npz")
+    assert [*blocks] == [*(f"layer{n}" for n in range(len(found["layers"]))), "block_size"]
+    size = found["layers"][0]["selection"]["block_size"]
+    assert (blocks["layer0"].shape[2], int(blocks["block_size"])) == (200, size)
     assert Path("run/inspection.html").is_file()
     pipe(monkeypatch, text.encode())
     again = json.loads(nsa("inspect run --text - --tokens 200 --json"))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
+from nsa.files import new_file
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
-from nsa.lm.recorded import save_selections
 from nsa.module import NativeSparseAttention
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
@@ -104,7 +104,9 @@ class Inspection:
         return {**self.about, "layers": layers}
 
     def record(self, path: Path) -> None:
-        """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
+        """Write the block indices of each layer, ``[Hkv, n, T]``, and the block size as ``.npz``.
+
+        Queries come last: neighbours are nearly equal, which compresses well.
 
         Raises:
             UserError: the selected branch is disabled.
@@ -113,8 +115,12 @@ class Inspection:
         rule = "be given for a model with the selected branch"
         check(bool(found), "inspect", "--record", rule, path)
         assert found[0].selection is not None
-        blocks = [torch.from_numpy(layer.blocks) for layer in found]
-        save_selections(path, blocks, found[0].selection["block_size"])
+        arrays: dict[str, Any] = {
+            f"layer{n}": layer.blocks.transpose(1, 2, 0) for n, layer in enumerate(found)
+        }
+        arrays["block_size"] = np.array(found[0].selection["block_size"])
+        with new_file(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
 
 @torch.no_grad()
