@@ -36,7 +36,6 @@ from nsa.train.environment import version
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-READABLE = (2, 3)  # format 2 always had one file of tensors
 META, SUMS = "meta.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
@@ -246,9 +245,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         _check_undamaged(path, META)
     with suppress(FileNotFoundError, ValueError):
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-    if meta and meta["format"] not in READABLE:
+    if meta and meta["format"] != FORMAT:
         found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
-        rule = f"contain a checkpoint of format {' or '.join(map(str, READABLE))}"
+        rule = f"contain a checkpoint of format {FORMAT}"
         fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
     return meta

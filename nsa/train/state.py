@@ -109,10 +109,7 @@ class Progress:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
         """Inverse of ``dataclasses.asdict``."""
-        window = {**values["window"]}
-        if "finite_steps" not in window:  # of nsa 0.1.0: the norm of the newest step alone
-            window["grad_norm"] = 0.0
-        return cls(**{**values, "window": Window(**window)})
+        return cls(**{**values, "window": Window(**values["window"])})
 
 
 def weights(model: LanguageModel) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -48,13 +47,9 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
         del meta["data"]["files_left_out"]
         meta["data"]["unreadable_left_out"] = 0
         del meta["config"]["tf32"], meta["config"]["model"]["nsa"]["score_precision"]
-        window = meta["progress"]["window"]
-        del window["finite_steps"], window["grad_norm_max"]
-        window["grad_norm"] = math.nan
 
     change_meta(tmp_path / "run", older)
-    progress = resumed(tmp_path, steps=4, eval_every=0, log_every=3).state.progress
-    assert (progress.step, progress.window.grad_norm) == (4, 0.0)
+    assert resumed(tmp_path, steps=4, eval_every=0, log_every=3).state.progress.step == 4
     message = r"tf32 must stay as in the checkpoint \(False\), got True"
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path, steps=4, tf32=True)
@@ -67,7 +62,7 @@ def test_another_format_names_the_version_that_reads_it(tmp_path):
         path = change_meta(tmp_path / "run", partial(dict.update, format=number, nsa=version))
         if number == 1:
             (path / "SHA256SUMS").unlink()
-        found = f"format 2 or 3, got format {number} of nsa {version} in .* That version of nsa can"
+        found = f"format 3, got format {number} of nsa {version} in .* That version of nsa can"
         with pytest.raises(ValueError, match=found):
             resumed(tmp_path, steps=2)
 
