@@ -108,11 +108,9 @@ def _starter(
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import load_model
-    from nsa.train.watch.out_of_memory import check_fits
 
     config = folder.load_config().model
     path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
-    check_fits("generate", config, where, training=False)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
     return lambda texts, number: generation.Generation(

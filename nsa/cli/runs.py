@@ -62,13 +62,9 @@ def evaluate(
     config = folder.load_config()
 
     # These import PyTorch; a mistyped path is reported before that.
-    from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import evaluate_run
-    from nsa.train.watch.out_of_memory import check_fits, explained
+    from nsa.train.watch.out_of_memory import explained
 
-    for one in (folder, other):
-        if one is not None:
-            check_fits("eval", one.load_config().model, choose_device(device), training=False)
     at_a_time = micro_batch or config.micro_batch
     fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
     with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
@@ -155,13 +151,10 @@ def inspect(
     check_output("inspect", "--record", record, is_new=True)
     check_output("inspect", "--output", output)
     folder = RunFolder.open(run)
-    config = folder.load_config()
 
-    from nsa.train.execution.precision import choose_device
     from nsa.train.runs.inspection import inspect_run, inspection_page
-    from nsa.train.watch.out_of_memory import check_fits, explained
+    from nsa.train.watch.out_of_memory import explained
 
-    check_fits("inspect", config.model, choose_device(device), training=False)
     with explained("inspect", "the text", lambda: "Give fewer --tokens or --device cpu."):
         found = inspect_run(
             folder, checkpoint=checkpoint, text=text, device=device, num_tokens=tokens

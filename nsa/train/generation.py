@@ -14,7 +14,6 @@ from nsa.errors import check
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.train.data import Tokenizer
-from nsa.train.watch.out_of_memory import free_memory
 
 _STEPS_AT_A_TIME = 64
 
@@ -256,8 +255,6 @@ class Generation(Iterator[list[bytes]]):
         rule = "contain at least one token each"
         for prompt, tokens in zip(prompts, self.tokens, strict=True):
             check(len(tokens) > 0, name, "prompts", rule, repr(prompt))
-        longest = max(map(len, self.tokens))
-        _check_fits(model, len(prompts), longest, max_new_tokens, compute_dtype)
         self.speed = Speed()
         self.model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
         self._sampling, self.compute_dtype = sampling or Sampling(), compute_dtype
@@ -322,25 +319,6 @@ class Generation(Iterator[list[bytes]]):
         piece, is_over = stop.add(self._tokenizer.decode([token]))
         self._ended[index] = is_over or is_last
         return piece if is_over or not is_last else piece + stop.rest()
-
-
-def _check_fits(
-    model: LanguageModel, batch_size: int, prompt_len: int, max_new_tokens: int, compute_dtype: str
-) -> None:
-    """Raise an error if the cache cannot fit into memory; the cache of a window does not grow."""
-    longest = 2**30 - prompt_len  # positions are counted in 32 bits
-    rule = f"be at most {longest:,} behind a prompt of {prompt_len:,} tokens"
-    check(max_new_tokens <= longest, "generate", "max_new_tokens", rule, max_new_tokens)
-    config, pattern = model.config, model.config.nsa
-    if config.attention == "nsa" and "slc" not in pattern.branches:
-        return
-    row = pattern.num_kv_heads * (pattern.head_dim + pattern.value_dim)
-    row *= 2 if compute_dtype == "bf16" else 4
-    needed = batch_size * (prompt_len + max_new_tokens) * config.num_layers * row
-    free = free_memory(model.embedding.weight.device)
-    rule = f"be so few that their cache fits into {free / 2**30:.1f} GiB of free memory"
-    found = f"{max_new_tokens} for {batch_size} prompts together ({needed / 2**30:.1f} GiB)"
-    check(needed <= free, "generate", "max_new_tokens", rule, found)
 
 
 def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:

@@ -169,16 +169,11 @@ def test_a_diverged_model_says_so() -> None:
         ({"stop": ["a", ""]}, "stop must contain no empty string"),
         ({"seed": -1}, f"seed must be from 0 to {2**63 - 1}, got -1"),
         ({"stop": ["\udcff"]}, "stop must be valid UTF-8"),
-        ({"max_new_tokens": 10**12}, "max_new_tokens must be at most 1,073,741,823 behind"),
-        ({"max_new_tokens": 2**30 - 1}, "max_new_tokens must be so few that their cache fits"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_runs(
-    settings: dict[str, Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("nsa.train.generation.free_memory", lambda device: 2**30)
     with pytest.raises(ValueError, match=message):
         Generation(make_model(), TOKENIZER, **{"prompts": ["x"], "max_new_tokens": 1, **settings})
 

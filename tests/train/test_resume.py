@@ -199,5 +199,3 @@ def test_nothing_to_resume_from(tmp_path):
     message = r"--resume must name a run with a checkpoint, got .*run\. It stopped before"
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path)
-
-

@@ -12,7 +12,6 @@ import torch
 
 from nsa.errors import UserError, check
 from nsa.lm.baseline import parameters_by_part
-from nsa.lm.config import LMConfig
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
@@ -123,56 +122,34 @@ def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
     return f"Give {words}; `nsa plan` says what a run needs."
 
 
-# Bytes per parameter: fp32 weights; in training also gradients and two moments.
-_WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
-_MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# Bytes per parameter: fp32 weights, gradients and two moments.
+_TRAINING_BYTES = 16
+_MEMORY = Path("/proc/meminfo")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """Apply :func:`check_fits` to a run, with one residual stream and the logits as activations."""
-    model, tokens = config.model, config.micro_batch * config.seq_len
-    parts = config.world_size if config.parallel.strategy == "fsdp" else 1
-    logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
-    activations = 4 * tokens * model.width + 2 * logits
-    check_fits(function, model, device, parts=parts, activations=activations)
+    """Check that weights, gradients, moments and a few activations fit into the free memory.
 
-
-def check_fits(
-    function: str,
-    config: LMConfig,
-    device: torch.device,
-    *,
-    training: bool = True,
-    parts: int = 1,
-    activations: int = 0,
-) -> None:
-    """Check that weights, and in training gradients and moments, fit into the free memory.
-
-    A model that passes may still be too large; ``nsa plan`` counts a whole step.
+    The activations are one residual stream and the logits. A run that passes may still be too
+    large; ``nsa plan`` counts a whole step.
 
     Args:
         function: the command.
-        config: the model.
-        device: device of the model.
-        training: whether gradients and moments are needed too.
-        parts: number of processes that the model is divided among.
-        activations: bytes needed in addition to the model.
+        config: the run.
+        device: device of the run.
 
     Raises:
         UserError: the free memory is not enough.
     """
-    parameters = parameters_by_part(config)["total"]
-    needed, free = parameters * _WEIGHT_BYTES / parts, free_memory(device)
-    what, hint = "", "Give --device cpu, or end other programs that use memory."
-    if training:
-        needed = parameters * _TRAINING_BYTES / parts + activations
-        what = " with their gradients and moments"
-        what += f" and {activations / _GIB:.1f} GiB of activations" * (activations > 0)
-        hint = "`nsa plan` says what a run needs."
-    taken = f"which take {needed / _GIB:.1f} GiB{what}, and {free / _GIB:.1f} GiB free"
-    found = f"{parameters / 1e9:.2f}B parameters, {taken}"
-    rule = f"fit into the memory of the {device.type} device"
-    check(needed <= free, function, "the model", rule, found, hint)
+    model, tokens = config.model, config.micro_batch * config.seq_len
+    parts = config.world_size if config.parallel.strategy == "fsdp" else 1
+    logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
+    parameters = parameters_by_part(model)["total"]
+    needed = parameters * _TRAINING_BYTES / parts + 4 * tokens * model.width + 8 * logits
+    free = free_memory(device)
+    found = f"{parameters / 1e9:.2f}B parameters, which take at least {needed / _GIB:.1f} GiB"
+    rule = f"fit into the {free / _GIB:.1f} GiB of free memory of the {device.type} device"
+    check(needed <= free, function, "the model", rule, found, "`nsa plan` says what a run needs.")
 
 
 def free_memory(device: torch.device) -> float:
@@ -180,21 +157,5 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
-    return min(1024 * _number_in(_MACHINE, r"MemAvailable: +(\d+) kB"), _left_in_cgroup())
-
-
-def _left_in_cgroup() -> float:
-    """Bytes below the limit of the container, counting cached files as free."""
-    used = _number_in(_CGROUP / "memory.current", r"(\d+)")
-    cached = _number_in(_CGROUP / "memory.stat", r"(?m)^file (\d+)$")
-    limit = _number_in(_CGROUP / "memory.max", r"(\d+)")
-    return math.inf if math.inf in (limit, used, cached) else limit - used + cached
-
-
-def _number_in(path: Path, pattern: str) -> float:
-    """A number in a file of the system; infinite without the file or the number."""
-    try:
-        found = re.search(pattern, path.read_text(encoding="ascii"))
-    except OSError:
-        return math.inf
-    return float(found[1]) if found else math.inf
+    found = re.search(r"MemAvailable: +(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
+    return 1024.0 * int(found[1]) if found else math.inf
