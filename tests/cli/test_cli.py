@@ -434,7 +434,7 @@ def test_nothing_said_shows_the_help(capsys):
         ("eval", "nsa eval: the following arguments are required: RUN"),
         ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
         ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
-        ("train --steps some tiny.yaml", "--steps: steps must be an integer, got 'some'."),
+        ("train --steps some tiny.yaml", "nsa: steps must be an integer, got 'some'."),
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --model.vocab-size 300", "model.vocab_size must equal the tokenizer's"),
         (f"train tiny.yaml --micro-batch {10**12}", "seq_len must be at most 2**30 / micro_batch"),
