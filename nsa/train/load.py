@@ -165,7 +165,7 @@ def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     for name, value in tree.items():
         full = f"{prefix}{name}"
         if name not in hints:
-            near = nearest(full, {setting.name: setting.help for setting in settings()})
+            near = nearest(full, [setting.name for setting in settings()])
             fail("load_config", "names", "be settings", full, nearest_hint(near))
         values[name] = _typed(value, hints[name], full)
     try:

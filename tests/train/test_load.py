@@ -202,7 +202,7 @@ def test_bad_overrides_name_the_setting(name: str, value: str, words: str) -> No
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     file_with(tmp_path, "")
-    assert f"The nearest is {tmp_path / 'run.yaml'}." in refusal(tmp_path / "rum.yaml")
+    assert f"The nearest is {tmp_path / 'run.yaml'}." in refusal(tmp_path / "runn.yaml")
     assert "YAML file that exists" in refusal(tmp_path / "quite" / "elsewhere.yaml")
     assert "YAML file that exists" in refusal(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
