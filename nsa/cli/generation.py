@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,8 +48,7 @@ def generate(
         checkpoint: last, best or a step
         device: device to compute on
         prompt: text to continue, - for standard input; may be given several times
-        prompt_file: file with one prompt per line; with .jsonl one object per line, whose field
-            prompt or text is the prompt; empty lines are ignored
+        prompt_file: file with one prompt per line; empty lines are ignored
         interactive: read prompts from the terminal; each line continues the text so far, an empty
             line ends the session, Ctrl-C stops a text
         max_new_tokens: largest number of tokens to draw
@@ -131,30 +129,12 @@ def _from_file(path: Path | None) -> list[str]:
     """Prompts of a file; its empty lines are ignored."""
     if path is None:
         return []
-    name, argument, is_json = "generate", "--prompt-file", path.suffix == ".jsonl"
-    check(path.is_file(), name, argument, "name an existing file", path)
-    content = _decoded(argument, path.read_bytes())
-    if is_json:
-        content = content.removeprefix("\ufeff")  # the mark of the file is no text
-    prompts = []
-    for number, line in enumerate(content.replace("\r\n", "\n").split("\n"), start=1):
-        text = _field(line) if is_json and line.strip() else line
-        rule = "contain objects with a text under prompt or text"
-        check(text is not None, name, argument, rule, f"line {number} of {path}")
-        if line.strip():
-            prompts.append(text or "")
-    check(bool(prompts), name, argument, "contain a prompt", f"none in {path}")
+    check(path.is_file(), "generate", "--prompt-file", "name an existing file", path)
+    content = _decoded("--prompt-file", path.read_bytes())
+    lines = content.replace("\r\n", "\n").split("\n")
+    prompts = [line for line in lines if line.strip()]
+    check(bool(prompts), "generate", "--prompt-file", "contain a prompt", f"none in {path}")
     return prompts
-
-
-def _field(line: str) -> str | None:
-    """Prompt of a line of JSON."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    found = [row.get(name) for name in ("prompt", "text")] if isinstance(row, dict) else []
-    return next((text for text in found if isinstance(text, str)), None)
 
 
 def _decoded(what: str, content: bytes) -> str:

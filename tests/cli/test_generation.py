@@ -50,10 +50,7 @@ def test_checkpoints_and_prompts(here, nsa, monkeypatch):
     expected = nsa(f"{SHORT} --prompt aaa --prompt 'b \u2028 b' --prompt ' c'")
     assert expected.count("--- prompt") == 3
     Path("lines.txt").write_bytes("aaa\n\n  \nb \u2028 b\r\n c".encode())
-    Path("lines.jsonl").write_text(
-        '{"prompt": "aaa"}\n\n{"text": "b \\u2028 b", "id": 3}\n{"text": "x", "prompt": " c"}\n'
-    )
-    for name in ("lines.txt", "lines.jsonl --batch-size 2"):
+    for name in ("lines.txt", "lines.txt --batch-size 2"):
         assert nsa(f"{SHORT} --prompt-file {name}") == expected
     Path("two.txt").write_text("b \u2028 b\n c\n", encoding="utf-8")
     assert nsa(f"{SHORT} --prompt aaa --prompt-file two.txt --batch-size 1") == expected
@@ -71,17 +68,12 @@ def test_checkpoints_and_prompts(here, nsa, monkeypatch):
         ("--prompt-file none.txt", "must name an existing file"),
         ("--prompt-file a.txt", "--prompt-file must contain a prompt, got none in a.txt"),
         ("--prompt-file b.txt", "must be text in UTF-8, got another byte at offset 2"),
-        ("--prompt-file a.jsonl", "prompt or text, got line 2 of a.jsonl"),
-        ("--prompt-file b.jsonl", "got line 1 of b.jsonl"),
-        ("--prompt-file c.jsonl", "got line 1 of c.jsonl"),
     ],
 )
 def test_refusals(here, refusal, monkeypatch, words, answer):
     pipe(monkeypatch, b"\xff")
-    files = {"a.txt": b"", "b.txt": b"x\n\xff", "b.jsonl": b'"text"', "c.jsonl": b"text"}
-    files["a.jsonl"] = b'{"text": "a"}\n{"text": 1}'
-    for name, content in files.items():
-        Path(name).write_bytes(content)
+    Path("a.txt").write_bytes(b"")
+    Path("b.txt").write_bytes(b"x\n\xff")
     assert answer in refusal(f"generate run {words}")
 
 

@@ -29,7 +29,6 @@ from nsa.train.runs.evaluation import load_model, read_text
 from nsa.train.runs.report import Plot, curves_figure, figure_element, page, table
 from nsa.train.telemetry.metrics import Row
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
 HISTOGRAM_BINS = 20
 MAP_SIZE = 128
@@ -45,9 +44,8 @@ class Layer:
 
     Attributes:
         layer: index of the layer, from 0.
-        gates: by enabled branch over all tokens and query heads: ``mean``; ``quantiles`` at
-            :data:`QUANTILES`, by nearest rank; ``histogram``, fraction in each of
-            ``HISTOGRAM_BINS`` equal parts of 0 to 1; ``head_means``.
+        gates: by enabled branch over all tokens and query heads: ``mean``; ``histogram``,
+            fraction in each of ``HISTOGRAM_BINS`` equal parts of 0 to 1.
         selection: None if the selected branch is disabled, otherwise ``block_size``;
             ``keys_mean``, visible selected keys of a query, mean over queries and KV heads;
             ``distance_mean``, mean distance from a query back to these keys, tokens;
@@ -169,15 +167,8 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
     found = dict[str, dict[str, Any]]()
     for branch in config.branches:
         values = gates[..., BRANCHES.index(branch)].float()
-        ordered = values.flatten().sort().values
-        last = ordered.shape[0] - 1
-        histogram = torch.histc(ordered, HISTOGRAM_BINS, 0.0, 1.0) / ordered.shape[0]
-        found[branch] = {
-            "mean": float(values.double().mean()),
-            "quantiles": [float(ordered[round(quantile * last)]) for quantile in QUANTILES],
-            "histogram": histogram.tolist(),
-            "head_means": values.double().mean(0).tolist(),
-        }
+        histogram = torch.histc(values, HISTOGRAM_BINS, 0.0, 1.0) / values.numel()
+        found[branch] = {"mean": float(values.double().mean()), "histogram": histogram.tolist()}
     return found
 
 
@@ -294,7 +285,6 @@ def inspect_run(
         "compute_dtype": config.compute_dtype,
         "text": name,
         "num_tokens": len(tokens),
-        "gate_quantiles": list(QUANTILES),
     }
     return Inspection(about, tokens, layers)
 

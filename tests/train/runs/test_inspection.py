@@ -21,7 +21,6 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inspection import (
     HISTOGRAM_BINS,
     MAP_SIZE,
-    QUANTILES,
     gate_figures,
     heat_map,
     heat_maps,
@@ -81,7 +80,7 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
         assert isinstance(attention, NativeSparseAttention)
         expected = gate_figures(attention.gate(x).detach(), attention.config)
         for branch, gates in expected.items():
-            assert one.gates[branch]["head_means"] == pytest.approx(gates["head_means"], rel=1e-5)
+            assert one.gates[branch]["mean"] == pytest.approx(gates["mean"], rel=1e-5)
         assert (one.selection is None) == ("slc" not in attention.config.branches)
         if one.selection is not None:
             assert np.array_equal(one.blocks, attention.choose_blocks(x).numpy())
@@ -157,13 +156,9 @@ def test_gates_counted_slowly() -> None:
     for name, figures in found.items():
         values = gates[..., BRANCHES.index(name)]
         assert figures["mean"] == pytest.approx(float(values.mean()))
-        assert figures["head_means"] == pytest.approx(values.mean(0).tolist())
-        nearest = values.flatten().quantile(torch.tensor(QUANTILES), interpolation="nearest")
-        assert figures["quantiles"] == pytest.approx(nearest.tolist())
         bins = (values * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1).flatten()
         counts = torch.bincount(bins, minlength=HISTOGRAM_BINS)
         assert figures["histogram"] == pytest.approx((counts / 202).tolist())
-    assert found["cmp"]["quantiles"][-1] == 1.0
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -189,7 +184,7 @@ def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
     layers = values.pop("layers")
     assert [*layers[0]] == ["layer", "gates", "selection"]
     assert [*layers[0]["gates"]] == ["cmp", "slc", "win"]
-    assert [*layers[0]["gates"]["slc"]] == ["mean", "quantiles", "histogram", "head_means"]
+    assert [*layers[0]["gates"]["slc"]] == ["mean", "histogram"]
     figures = ["block_size", "keys_mean", "distance_mean", "distance_tokens", "distance_counts"]
     assert [*layers[0]["selection"]] == [*figures, "overlap", "ranges"]
     assert layers[1]["selection"]["ranges"][-1]["query"] == 149
@@ -200,7 +195,6 @@ def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
         "compute_dtype": "fp32",
         "text": str(text),
         "num_tokens": 150,
-        "gate_quantiles": [0.05, 0.25, 0.5, 0.75, 0.95],
     }
     page = Page(inspection_page(found))
     assert len(page.links) == 3
