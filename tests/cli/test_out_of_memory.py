@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import signal
 import time
@@ -15,10 +14,9 @@ import torch
 
 from nsa.bench import train
 from nsa.bench.rows import read_rows
-from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
-from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.config import ParallelConfig, TrainConfig
 from nsa.train.load import to_yaml
 from nsa.train.runs import evaluation, inspection
 from nsa.train.trainer import Trainer
@@ -28,7 +26,6 @@ from nsa.train.watch.out_of_memory import (
     free_memory,
     is_out_of_memory,
     memory_use,
-    remedies,
 )
 from tests.faults.cases import Nsa
 from tests.train.cases import MODEL, tiny_config
@@ -41,10 +38,6 @@ START = "the run must fit into memory, got out of memory; 2.50 GiB more were ask
 
 def no_memory(*_: Any, **__: Any) -> NoReturn:
     raise torch.OutOfMemoryError(WORDS)
-
-
-LARGE = {"micro_batch": 15, "global_batch": 30, "model": LMConfig(vocab_size=50_304)}
-SMALL = {"micro_batch": 1, "accumulation": 4, "checkpointing": CheckpointingConfig("full")}
 
 
 @pytest.fixture
@@ -135,22 +128,6 @@ def test_bench_train(config, nsa, monkeypatch, where):
 
 
 # --- messages -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("changes", "resumed", "expected"),
-    [
-        ({}, False, "--micro-batch 1 --accumulation 4 or {full}"),
-        (LARGE, True, "--micro-batch 5 --accumulation 6 or {full}"),
-        (LARGE, False, "--micro-batch 5 --accumulation 6 or {full} or {chunk}"),
-        (SMALL, False, ""),
-    ],
-)
-def test_settings_that_help(changes: dict[str, Any], resumed: bool, expected: str) -> None:
-    chunk = "--loss-chunk 1024 (logits of a large vocabulary)"
-    words = {"full": "--checkpointing.policy full (slower)", "chunk": chunk}
-    config = dataclasses.replace(TrainConfig(), **changes)
-    assert remedies(config, resumed=resumed) == expected.format(**words)
-
-
 def test_what_was_in_use(monkeypatch):
     gib = 2**30
     for name, value in {

@@ -17,9 +17,6 @@ from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 
 _GIB = 2**30
-# With a vocabulary from this size on, logits may need most of the memory of a step.
-_LARGE_VOCABULARY = 4096
-_LOSS_CHUNK = 1024
 # Errors of libraries that allocate memory themselves, and of PyTorch on a CPU.
 _OTHER_WORDS = (
     "CUDA error: out of memory",
@@ -89,36 +86,15 @@ def smaller_micro_batch(config: TrainConfig) -> int | None:
     return max((part for part in range(1, size // 2 + 1) if size % part == 0), default=None)
 
 
-def remedies(config: TrainConfig, *, resumed: bool) -> str:
-    """Options that need less memory and train the same.
-
-    Args:
-        config: the run.
-        resumed: whether to leave out options that a resumed run may not change.
-    """
-    found = []
-    micro_batch = smaller_micro_batch(config)
-    if micro_batch is not None:
-        accumulation = config.accumulation * config.micro_batch // micro_batch
-        found.append(f"--micro-batch {micro_batch} --accumulation {accumulation}")
-    if config.checkpointing.policy != "full":
-        found.append("--checkpointing.policy full (slower)")
-    if not resumed and config.loss_chunk == 0 and config.model.vocab_size >= _LARGE_VOCABULARY:
-        found.append(f"--loss-chunk {_LOSS_CHUNK} (logits of a large vocabulary)")
-    return " or ".join(found)
-
-
 def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
-    """Advice for a run that did not fit: options for a new or a resumed run."""
-    checkpoints = list_checkpoints(folder.checkpoints)
-    words = remedies(config, resumed=bool(checkpoints))
-    if checkpoints:
+    """Advice for a run that did not fit: options that need less memory and train the same."""
+    words = "--checkpointing.policy full"
+    if size := smaller_micro_batch(config):
+        accumulation = config.accumulation * config.micro_batch // size
+        words = f"--micro-batch {size} --accumulation {accumulation} or {words} (slower)"
+    if checkpoints := list_checkpoints(folder.checkpoints):
         how = f"Continue with: nsa train --resume {folder.path} {words}"
-        if not words:
-            how = "It needs a GPU with more memory."
         return f"The last checkpoint is {checkpoints[-1]}. {how}"
-    if not words:
-        return "Take a smaller model, a shorter --seq-len or a GPU with more memory."
     return f"Give {words}; `nsa plan` says what a run needs."
 
 
