@@ -191,10 +191,6 @@ def evaluate_run(
         identity = _identity(path, config, part) | {"run": str(folder.path), "step": step}
         save_measurement(save, result, {**identity, "seq_len": seq_len, "windows": number})
         yield Finding(f"sums of documents and positions: {save}", {"saved": str(save)})
-    if part.data is not None and part.data.description["synthetic"]:
-        ideal = part.data.description["ideal_loss_nats"]
-        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
-        yield Finding(line, {"ideal_loss_nats": ideal})
     yield from repeats("repeats", loss)
     if against is not None:
         del model, loss
@@ -297,6 +293,10 @@ def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
         yield Finding(line.format(figures[name]), {name: figures[name]})
     shown = ", ".join(f"{bin['first']:.0f}: {bin['loss_nats']:.3f}" for bin in bins)
     yield Finding(f"nats per token by tokens of context, from: {shown}", {"positions": bins})
+    if part.data is not None and part.data.description["synthetic"]:
+        ideal = part.data.description["ideal_loss_nats"]
+        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
+        yield Finding(line, {"ideal_loss_nats": ideal})
 
 
 # --- another run ----------------------------------------------------------------------------------
