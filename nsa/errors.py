@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -153,49 +153,20 @@ def check_default(config: Any, needed: bool, where: str, *names: str, hint: str 
         check(fits, type(config).__name__, name, rule, value, hint)
 
 
-_LIKE = 0.6  # difflib's own limit
-
-
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to ``word``; None if none is similar.
-
-    The last parts of dotted names are compared word by word, so that a common section does not
-    count: ``--lr`` finds ``--optim.lr``, ``--layers`` finds ``--model.num-layers``, and
-    ``--batch-size`` does not find ``--model.nsa.block-size``.
+    """Return the candidate whose last part is most similar to that of ``word``, if one is.
 
     Args:
         word: the given word.
-        candidates: names. If they map to descriptions, two or more words of a description also
-            find its name, such as ``--learning-rate``.
+        candidates: names; parts are separated by dots: ``--lr`` finds ``--optim.lr``.
     """
-    words = _last_words(word)
-    found = max(sorted(candidates), key=lambda name: _likeness(word, name), default=None)
-    if found is not None and _likeness(word, found)[0] >= _LIKE:
-        return found
-    described = candidates.items() if isinstance(candidates, Mapping) and len(words) > 1 else ()
-    return next((name for name, text in described if " ".join(words) in text), None)
+    ends = {_last_part(name): name for name in candidates}
+    found = difflib.get_close_matches(_last_part(word), ends, n=1, cutoff=0.7)
+    return ends[found[0]] if found else None
 
 
-def _likeness(word: str, candidate: str) -> tuple[float, float]:
-    """Similarity of the last parts of two names, then of the whole names."""
-    mine, its = _last_words(word), _last_words(candidate)
-    if len(mine) == len(its):
-        pairs = [pair for pair in zip(mine, its, strict=True) if pair[0] != pair[1]]
-        is_typo = all(abs(len(one) - len(other)) <= 2 for one, other in pairs)  # eps for epochs
-        last = min((_ratio(*pair) for pair in pairs), default=1.0) * is_typo
-    else:
-        last = _ratio("".join(mine), "".join(its))
-        is_part = set(mine) < set(its) or set(its) < set(mine)
-        last = last if last > 0.8 else _LIKE * is_part
-    return last, _ratio(word, candidate)
-
-
-def _last_words(name: str) -> list[str]:
-    return name.split(".")[-1].lstrip("-").replace("_", "-").split("-")
-
-
-def _ratio(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second).ratio()
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2].lstrip("-").replace("_", "-")
 
 
 def nearest_hint(name: str | None) -> str:

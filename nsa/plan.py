@@ -523,29 +523,3 @@ def alternatives(config: TrainConfig) -> Iterator[TrainConfig]:
                 accumulation=config.global_batch // world_size,
                 parallel=ParallelConfig(strategy="fsdp"),
             )
-
-
-# --- planned and measured memory ------------------------------------------------------------------
-WITHIN = 0.15
-_WARMUP, _STEPS = 3, 4
-
-
-def measure(config: TrainConfig, device: torch.device) -> float:
-    """Peak memory in tensors of a few steps on a GPU, MiB, as PyTorch's allocator counts it."""
-    from nsa.bench.clock import release_memory
-    from nsa.bench.train import measure_steps
-
-    release_memory(device)
-    found, trainer = measure_steps(config, device, _WARMUP, _STEPS)
-    del trainer
-    release_memory(device)
-    return float(found["peak_mib"])
-
-
-def compare(planned_mib: float, measured_mib: float) -> tuple[str, bool]:
-    """A line about planned and measured memory, and whether they are within 15%."""
-    off = planned_mib / measured_mib - 1
-    passed = abs(off) <= WITHIN
-    verdict = "pass" if passed else f"FAIL (within {WITHIN:.0%})"
-    sizes = f"planned {planned_mib:,.0f} MiB, measured {measured_mib:,.0f} MiB"
-    return f"{sizes}, off by {off:+.1%}: {verdict}", passed

@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
                 said = f"{self.prog}: unrecognized arguments: {name}"
                 if any(action.dest == name[2:] for action in self._get_positional_actions()):
                     raise UsageError(f"{said}; give {name[2:].upper()} without {name}")
-                _fail_unknown(said, name, {one: known[one].help or "" for one in known})
+                _fail_unknown(said, name, known)
             if name in given and not isinstance(known[name], argparse._AppendAction):
                 self.error(f"argument {name}: given twice")
             given.add(name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from json import dumps
 from pathlib import Path
 from typing import Literal
 
 from nsa.cli.commands import Command, Group
-from nsa.errors import check, check_output
+from nsa.errors import check_output
 
 
 def prepare(
@@ -114,36 +113,6 @@ def verify(folder: str) -> int:
     return 0
 
 
-def bench(folder: str, *, seq_len: int = 2048, micro_batch: int = 8, seconds: float = 5.0) -> int:
-    """Measure the loader.
-
-    How many tokens a second it delivers from the shards in FOLDER: random sequences, collated
-    to batches as in training, in this process alone.
-
-    Args:
-        folder: made by nsa data prepare
-        seq_len: tokens of a sequence
-        micro_batch: sequences of a batch
-        seconds: time to measure for
-    """
-    from nsa.train.data import Sampler, ShardSource, collate, open_shards
-
-    given = {"--seq-len": seq_len, "--micro-batch": micro_batch, "--seconds": seconds}
-    for name, value in given.items():
-        check(value > 0, "nsa data bench", name, "be positive", value)
-    source = ShardSource(open_shards(folder), "train")
-    sampler = Sampler(source.num_sequences(seq_len), seed=0)
-    begin, batches = time.perf_counter(), 0  # the start of an epoch is included
-    while (elapsed := time.perf_counter() - begin) < seconds:
-        indices = sampler.next_indices(micro_batch)
-        collate(source, indices, seq_len, document_mask=True)
-        batches += 1
-    speed = batches * micro_batch * seq_len / elapsed
-    batch = f"batches of {micro_batch} sequences of {seq_len} tokens"
-    print(f"loader: {speed:,.0f} tokens/s, {batch}, one process")
-    return 0
-
-
 def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> int:
     """Write prompts that hide a number in a text.
 
@@ -168,12 +137,11 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
 
 COMMANDS = Group(
     "Prepare text for training.\n"
-    "Also: check what was prepared, measure how fast it is read, and make prompts to evaluate\n"
-    "with. Formats and examples: docs/data.md.",
+    "Also: check what was prepared, and make prompts to evaluate with. Formats and examples:\n"
+    "docs/data.md.",
     {
         "prepare": Command(prepare, "train"),
         "verify": Command(verify, "train"),
-        "bench": Command(bench, "train"),
         "needles": Command(needles, "train"),
     },
 )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.cli.runs import Device
-from nsa.errors import check, check_output, fail
+from nsa.errors import check, fail
 
 if TYPE_CHECKING:
-    from nsa.train.generation import Generation, Speed
+    from nsa.train.generation import Generation
     from nsa.train.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], int], "Generation"]  # prompts and the number of the first one
@@ -26,18 +25,14 @@ def generate(
     device: Device = "auto",
     prompt: list[str] | None = None,
     prompt_file: Path | None = None,
-    interactive: bool = False,
     max_new_tokens: int = 256,
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
     stop: list[str] | None = None,
     seed: int = 0,
     batch_size: int = 16,
-    show_selection: bool = False,
-    selection_png: Path | None = None,
 ) -> int:
     """Continue prompts with a trained model.
 
@@ -45,63 +40,45 @@ def generate(
     follow when it has ended. The same seed gives the same text on the same machine. Tokens and
     tokens/s are printed on standard error.
       nsa generate runs/cpu-small-1 --prompt 'Once' --min-p 0.05 --stop 'The end'
-      nsa generate runs/cpu-small-1 --interactive
 
     Args:
         run: run folder, for example runs/cpu-small-1
         checkpoint: last, best or a step
         device: device to compute on
         prompt: text to continue, - for standard input; may be given several times
-        prompt_file: file with one prompt per line; with .jsonl one object per line, whose field
-            prompt or text is the prompt; empty lines are ignored
-        interactive: read prompts from the terminal; each line continues the text so far, an empty
-            line ends the session, Ctrl-C stops a text
+        prompt_file: file with one prompt per line; empty lines are ignored
         max_new_tokens: largest number of tokens to draw
         temperature: lower values make unlikely tokens rarer, 0 takes the likeliest
         top_k: draw among the K likeliest tokens, 0 for all
         top_p: draw among the likeliest tokens that reach probability P
         min_p: draw among tokens with at least P times the probability of the likeliest
-        repetition_penalty: above 1 tokens of prompt and continuation become less likely
         stop: end a text before this string; may be given several times
         seed: prompt i draws with seed N + i
         batch_size: prompts that are continued together
-        show_selection: show the blocks that each layer selected, on standard error and as
-            selection.png; for one prompt at a time
-        selection_png: another file for that picture
     """
     from nsa.train.run_folder import RunFolder
 
-    has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
-    check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
-    rule = "be given without --prompt and --prompt-file"
-    check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
+    rule = "be given, or --prompt-file"
+    check(bool(prompt or prompt_file), "generate", "--prompt", rule, "neither")
     check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
     config = folder.load_config()
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
-    picture = selection_png or (Path("selection.png") if show_selection else None)
-    is_one = picture is None or interactive or len(prompts) == 1
-    rule = "be left out for several prompts"
-    check(is_one, "generate", "--show-selection", rule, len(prompts))
-    check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.generation import Sampling
     from nsa.train.watch.out_of_memory import explained
 
     options = {
-        "sampling": Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        "sampling": Sampling(temperature, top_k, top_p, min_p),
         "max_new_tokens": max_new_tokens,
         "stop": stop or [],
         "compute_dtype": config.compute_dtype,
     }
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
     with explained("generate", "the text", lambda: hint):
-        start = _starter(folder, checkpoint, device, seed, options, selects=picture is not None)
-        if interactive:
-            _converse(start, picture)
-        else:
-            _write(prompts, batch_size, start, picture)
+        start = _starter(folder, checkpoint, device, seed, options)
+        _write(prompts, batch_size, start)
     return 0
 
 
@@ -111,23 +88,16 @@ def _starter(
     device: Device,
     seed: int,
     options: dict[str, Any],
-    *,
-    selects: bool,
 ) -> Start:
-    """Load the model of a run, which must have the selected branch if ``selects``."""
+    """Load the model of a run."""
     from nsa.train import generation
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import load_model
-    from nsa.train.runs.inspection import check_selects
-    from nsa.train.watch.out_of_memory import check_fits
 
     config = folder.load_config().model
     path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
-    check_fits("generate", config, where, training=False)
-    if selects:
-        check_selects("generate", "--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
 
@@ -160,30 +130,12 @@ def _from_file(path: Path | None) -> list[str]:
     """Prompts of a file; its empty lines are ignored."""
     if path is None:
         return []
-    name, argument, is_json = "generate", "--prompt-file", path.suffix == ".jsonl"
-    check(path.is_file(), name, argument, "name an existing file", path)
-    content = _decoded(argument, path.read_bytes())
-    if is_json:
-        content = content.removeprefix("\ufeff")  # the mark of the file is no text
-    prompts = []
-    for number, line in enumerate(content.replace("\r\n", "\n").split("\n"), start=1):
-        text = _field(line) if is_json and line.strip() else line
-        rule = "contain objects with a text under prompt or text"
-        check(text is not None, name, argument, rule, f"line {number} of {path}")
-        if line.strip():
-            prompts.append(text or "")
-    check(bool(prompts), name, argument, "contain a prompt", f"none in {path}")
+    check(path.is_file(), "generate", "--prompt-file", "name an existing file", path)
+    content = _decoded("--prompt-file", path.read_bytes())
+    lines = content.replace("\r\n", "\n").split("\n")
+    prompts = [line for line in lines if line.strip()]
+    check(bool(prompts), "generate", "--prompt-file", "contain a prompt", f"none in {path}")
     return prompts
-
-
-def _field(line: str) -> str | None:
-    """Prompt of a line of JSON."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    found = [row.get(name) for name in ("prompt", "text")] if isinstance(row, dict) else []
-    return next((text for text in found if isinstance(text, str)), None)
 
 
 def _decoded(what: str, content: bytes) -> str:
@@ -193,20 +145,8 @@ def _decoded(what: str, content: bytes) -> str:
         fail("generate", what, "be text in UTF-8", f"another byte at offset {error.start}")
 
 
-def _lines() -> Iterator[str]:
-    """Lines that are typed, until an empty one or the end of input."""
-    mark = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
-    try:
-        while line := input(mark):
-            yield line
-    except EOFError:
-        return
-    except UnicodeDecodeError as error:
-        fail("generate", "standard input", "be text in UTF-8", f"byte {error.start} of a line")
-
-
 # --- texts ----------------------------------------------------------------------------------------
-def _write(prompts: Sequence[str], batch_size: int, start: Start, picture: Path | None) -> None:
+def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
     """Continue prompts; of a batch the first text is shown while it is drawn, then the others."""
     from nsa.train.generation import Speed
 
@@ -214,7 +154,6 @@ def _write(prompts: Sequence[str], batch_size: int, start: Start, picture: Path 
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         generation = start(batch, first)
-        prompt_len = len(generation.tokens[0])
         waiting, steps = [""] * len(batch), _texts(generation)
         for index, prompt in enumerate(batch):
             if len(prompts) > 1:
@@ -225,24 +164,7 @@ def _write(prompts: Sequence[str], batch_size: int, start: Start, picture: Path 
                 waiting = [old + new for old, new in zip(waiting, texts, strict=True)]
             _show("\n")
         speed += generation.speed
-    _report(generation, prompt_len, speed, picture)
-
-
-def _converse(start: Start, picture: Path | None) -> None:
-    """Continue the text so far with each line that is typed; the model reads it all each time."""
-    text = ""
-    for turn, line in enumerate(_lines()):
-        text += f"\n{line}" if text else line
-        generation = start([text], turn)
-        prompt_len = len(generation.tokens[0])
-        try:
-            for (piece,) in _texts(generation):
-                _show(piece)
-                text += piece
-        except KeyboardInterrupt:  # ends this text only
-            pass
-        _show("\n")
-        _report(generation, prompt_len, generation.speed, picture)
+    print(speed.line(), file=sys.stderr)
 
 
 def _texts(generation: Generation) -> Iterator[list[str]]:
@@ -255,23 +177,3 @@ def _texts(generation: Generation) -> Iterator[list[str]]:
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path | None) -> None:
-    """Print the speed and, with a picture, the selection of the first text."""
-    print(speed.line(), file=sys.stderr)
-    if picture is None:
-        return
-    from nsa.train.execution.precision import autocast
-    from nsa.train.runs.inspection import heat_maps, inspect_text, selection_lines
-    from nsa.train.runs.report import save_png
-
-    # The model reads the text again, without the cache. The last drawn token has no selection.
-    model, tokens = generation.model, generation.tokens[0]
-    tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
-    with autocast(model.embedding.weight.device, generation.compute_dtype):
-        layers = inspect_text(model, tokens)
-    for line in selection_lines(layers):
-        print(line, file=sys.stderr)
-    save_png(heat_maps(layers, prompt_len - 1), picture)
-    print(f"heat maps: {picture}", file=sys.stderr)

@@ -17,9 +17,7 @@ def plan(
     memory_gib: float | None = None,
     price_per_gpu_hour: float | None = None,
     mfu: float | None = None,
-    rows: tuple[str, ...] = (),
     json: bool = False,
-    measure: bool = False,
     **settings: str,
 ) -> int:
     """Estimate memory, time and cost of a run.
@@ -29,7 +27,6 @@ def plan(
     ends with exit code 2:
       nsa plan 78m --gpu h200 --price-per-gpu-hour 3.5
       nsa plan 78m --gpu l40s --micro-batch 32 --accumulation 1 --global-batch 32
-      nsa plan 78m 78m-dense --measure          (on a GPU: planned and measured memory)
     Options override settings of the file, as in `nsa train`.
 
     Args:
@@ -38,9 +35,7 @@ def plan(
         memory_gib: memory of the GPU (default the memory of --gpu)
         price_per_gpu_hour: price for the cost, in the same currency
         mfu: assumed part of the GPU's peak, between 0 and 1
-        rows: files or folders of measured rows (default those of the package)
         json: print one JSON object per line
-        measure: run a few steps and compare their memory with the plan's
         settings: settings of the configuration
     """
     from nsa.train.load import load_config
@@ -54,26 +49,10 @@ def plan(
 
     from nsa import plan as planning
     from nsa.bench.rows import read_rows
-    from nsa.cli.bench import carried_rows, row_files
+    from nsa.cli.bench import carried_rows
 
-    if measure:
-        from nsa.train.execution.precision import choose_device
-        from nsa.train.watch.out_of_memory import check_run_fits
-
-        all_passed = True
-        for path, run in configs.items():
-            device = choose_device(run.device)
-            rule = "be given on a machine with a CUDA GPU"
-            check(device.type == "cuda", "nsa plan", "--measure", rule, device.type)
-            check_run_fits("nsa plan --measure", run, device)
-            planned, measured = planning.step_memory(run).peak, planning.measure(run, device)
-            line, passed = planning.compare(planned / 2**20, measured)
-            print(f"{path}: {line}", flush=True)
-            all_passed &= passed
-        return 0 if all_passed else 1
     target = planning.find_gpu(gpu, memory_gib)
-    files = row_files("nsa plan", "--rows", rows) if rows else carried_rows("results", "memory")
-    known = read_rows(files)
+    known = read_rows(carried_rows("results", "memory"))
     for path, run in configs.items():
         found = planning.make_plan(run, target, known, mfu)
         if json:

@@ -1,4 +1,4 @@
-"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``check``, ``report`` and ``track``.
+"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``report`` and ``track``.
 
 These commands read the folders of runs; heavy imports are inside the functions.
 """
@@ -31,10 +31,9 @@ def evaluate(
 ) -> int:
     """Measure a trained model on text.
 
-    Evaluate a checkpoint of RUN on its validation text, in bits per byte, and compare it with a
-    smoothed bigram model of the training text on the same text; a synthetic task is compared with
-    the lowest possible loss instead. --text evaluates any other text from its first to its last
-    byte, as lm-eval does:
+    Evaluate a checkpoint of RUN on its validation text, in bits per byte; a synthetic task is
+    compared with the lowest possible loss. --text evaluates any other text from its first to its
+    last byte, as lm-eval does:
       nsa eval runs/cpu-small-1 --checkpoint best
       nsa eval runs/nsa --against runs/dense --split test --seq-len 8192 --json
       nsa eval runs/cpu-small-1 --text letters.txt --json
@@ -63,13 +62,9 @@ def evaluate(
     config = folder.load_config()
 
     # These import PyTorch; a mistyped path is reported before that.
-    from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import evaluate_run
-    from nsa.train.watch.out_of_memory import check_fits, explained
+    from nsa.train.watch.out_of_memory import explained
 
-    for one in (folder, other):
-        if one is not None:
-            check_fits("eval", one.load_config().model, choose_device(device), training=False)
     at_a_time = micro_batch or config.micro_batch
     fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
     with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
@@ -148,7 +143,7 @@ def inspect(
         tokens: number of tokens from the start of the text (default a sequence of the run)
         json: print one JSON object instead of lines, with the merged token ranges of eight queries
         output: page to write (default inspection.html in the run)
-        record: new file for all selected blocks, which nsa bench attention --recorded reads
+        record: new .npz file for the block indices of all layers
     """
     from nsa.files import replace_text
     from nsa.train.run_folder import RunFolder
@@ -156,13 +151,10 @@ def inspect(
     check_output("inspect", "--record", record, is_new=True)
     check_output("inspect", "--output", output)
     folder = RunFolder.open(run)
-    config = folder.load_config()
 
-    from nsa.train.execution.precision import choose_device
     from nsa.train.runs.inspection import inspect_run, inspection_page
-    from nsa.train.watch.out_of_memory import check_fits, explained
+    from nsa.train.watch.out_of_memory import explained
 
-    check_fits("inspect", config.model, choose_device(device), training=False)
     with explained("inspect", "the text", lambda: "Give fewer --tokens or --device cpu."):
         found = inspect_run(
             folder, checkpoint=checkpoint, text=text, device=device, num_tokens=tokens
@@ -220,48 +212,24 @@ def export(
     return 0
 
 
-def check(run: str) -> int:
-    """Check that the records of a run agree.
+def report(run: str, *, output: Path | None = None) -> int:
+    """Write an HTML page about a run.
 
-    Recompute step counts, tokens and tokens/s of RUN from its records, and compare metrics.jsonl,
-    metrics.csv and TensorBoard value by value. If they differ, print the first differences and end
-    with exit code 1.
+    The page shows curves, gates, events, environment and the settings that differ from their
+    defaults. It is one file that needs no network.
 
     Args:
         run: run folder, for example runs/cpu-small-1
-    """
-    from nsa.train.run_folder import RunFolder
-    from nsa.train.runs.check import check_run
-
-    folder = RunFolder.open(run)
-    summary, found = check_run(folder)
-    result = f"{len(found)} records disagree" if found else "everything agrees"
-    for line in summary:
-        print(f"{folder.path}: {line}")
-    for line in found:
-        print(f"  {line}")
-    print(f"{folder.path}: {result}")
-    return 1 if found else 0
-
-
-def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
-    """Write an HTML page about one run or several.
-
-    The page shows curves, gates, events, environment and differences of the configurations. It is
-    one file that needs no network.
-
-    Args:
-        runs: run folders; several are compared
-        output: page to write (default report.html in the first run)
+        output: page to write (default report.html in the run)
     """
     from nsa.files import replace_text
     from nsa.train.run_folder import RunFolder
     from nsa.train.runs.report import report_page
 
     check_output("report", "--output", output)
-    folders = [RunFolder.open(run) for run in runs]
-    target = output or folders[0].path / "report.html"
-    replace_text(target, report_page(folders))
+    folder = RunFolder.open(run)
+    target = output or folder.path / "report.html"
+    replace_text(target, report_page(folder))
     print(f"report: {target}")
     return 0
 

@@ -36,11 +36,7 @@ from nsa.train.environment import version
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-READABLE = (2, 3)  # format 2 always had one file of tensors
 META, SUMS = "meta.json", "SHA256SUMS"
-# Added to meta.json after format 2: the text of tokenizer.json, and the rows of metrics so far, see
-# nsa.train.telemetry.metrics.record_of.
-_ADDED = ("tokenizer", "metrics")
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -157,31 +153,22 @@ def _new_folder(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(target.parent)  # of a killed process
     new = target.with_name(f"{_UNFINISHED}{target.name}")
-    while new.exists():  # of another user, not removable
-        new = new.with_name(f"{new.name}-")
     new.mkdir()
     return new
 
 
-def clean_checkpoints(folder: Path, keep: int) -> str:
+def clean_checkpoints(folder: Path, keep: int) -> None:
     """Remove unfinished checkpoints and all but the newest ``keep`` and the best.
 
-    Returns:
-        The error if one could not be removed, otherwise an empty string.
+    Raises:
+        OSError: one could not be removed.
     """
-    try:
-        flush(folder)  # the new one first
-    except OSError as error:
-        return str(error)
-    best, reason = best_checkpoint(folder), ""
+    flush(folder)  # the new one first
+    best = best_checkpoint(folder)
     for old in list_checkpoints(folder)[:-keep]:
-        try:
-            (old / META).read_bytes()  # an unreadable one may be the best
-            if old != best:  # renamed first: a valid name always has a complete checkpoint
-                old.rename(folder / f"{_UNFINISHED}{old.name}")
-        except OSError as error:
-            reason = str(error)
-    return _remove_unfinished(folder) or reason
+        if old != best:  # renamed first: a valid name always has a complete checkpoint
+            old.rename(folder / f"{_UNFINISHED}{old.name}")
+    _remove_unfinished(folder)
 
 
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
@@ -208,15 +195,9 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return _sha256(path)
 
 
-def _remove_unfinished(folder: Path) -> str:
-    """Remove unfinished checkpoints; return the error if one could not be removed."""
-    reason = ""
+def _remove_unfinished(folder: Path) -> None:
     for leftover in folder.glob(f"{_UNFINISHED}*"):
-        try:
-            shutil.rmtree(leftover)
-        except OSError as error:
-            reason = str(error)
-    return reason
+        shutil.rmtree(leftover)
 
 
 def _tensor_files(number: int) -> list[str]:
@@ -249,12 +230,12 @@ def read_meta(path: Path) -> dict[str, Any]:
         _check_undamaged(path, META)
     with suppress(FileNotFoundError, ValueError):
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-    if meta and meta["format"] not in READABLE:
+    if meta and meta["format"] != FORMAT:
         found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
-        rule = f"contain a checkpoint of format {' or '.join(map(str, READABLE))}"
+        rule = f"contain a checkpoint of format {FORMAT}"
         fail("read_meta", "path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
-    return {**dict.fromkeys(_ADDED), **meta}
+    return meta
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -350,9 +331,8 @@ class CheckpointWriter:
     """Writes checkpoints in a thread, one at a time.
 
     A checkpoint that cannot be written, on a full disk for example, is a warning: older checkpoints
-    stay and training continues. So is a checkpoint with a weight or moment that is not finite. An
-    old checkpoint that cannot be removed is one warning. Any other error is a bug, and the next
-    call raises it.
+    stay and training continues. So is a checkpoint with a weight or moment that is not finite, and
+    an old checkpoint that cannot be removed. Any other error is a bug, and the next call raises it.
 
     Args:
         folder: folder of all checkpoints of a run.
@@ -373,7 +353,7 @@ class CheckpointWriter:
         record: Path | None = None,
     ) -> None:
         self._folder, self._keep, self._writers = folder, keep, writers or Processes()
-        self._record, self._has_warned = record, False
+        self._record = record
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
@@ -441,14 +421,15 @@ class CheckpointWriter:
         self.failure = None
         seconds = time.perf_counter() - begin
         self._log(logging.INFO, "checkpoint", f"checkpoint {path} ({seconds:.1f} s)", step)
-        reason = clean_checkpoints(self._folder, self._keep) if self._writers.is_main else ""
-        if reason and not self._has_warned:
-            text = f"checkpoints are written, but old ones stay: {reason}. Remove them by hand."
+        try:
+            if self._writers.is_main:
+                clean_checkpoints(self._folder, self._keep)
+        except OSError as error:
+            text = f"the checkpoint is written, but old ones stay: {error}. Remove them by hand."
             self._log(logging.WARNING, "warning", text, step)
-        self._has_warned |= bool(reason)
 
     def _flush_record(self) -> None:
-        with suppress(OSError):  # a resumption notices rows that are lost
+        with suppress(OSError):
             if self._record is not None and self._writers.is_main:
                 flush(self._record)
                 flush(self._record.parent)

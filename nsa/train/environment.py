@@ -121,24 +121,6 @@ def nvidia_topology() -> str | None:
     return None if answer is None else re.sub(r"\x1b\[[0-9;]*m", "", answer)
 
 
-def gpu_links(topology: str) -> dict[tuple[int, int], str]:
-    """Links between pairs of GPUs: ``NV18`` is NVLink with 18 links, others are PCIe.
-
-    Args:
-        topology: result of :func:`nvidia_topology`.
-    """
-    lines = [line.split() for line in topology.splitlines()]
-    header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
-    columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
-    found: dict[tuple[int, int], str] = {}
-    for words in lines:
-        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
-            row = int(words[0][3:])
-            codes = zip(columns, words[1:], strict=False)
-            found |= {(row, column): code for column, code in codes if row < column}
-    return found
-
-
 def pcie_links() -> list[tuple[str, str]] | None:
     """Highest generation and number of lanes of each GPU's PCIe link; None if unknown."""
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"

@@ -15,7 +15,6 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.train.data import Tokenizer
 from nsa.train.execution.kernels_ahead import run_generation
-from nsa.train.watch.out_of_memory import free_memory
 
 _STEPS_AT_A_TIME = 64
 
@@ -25,9 +24,6 @@ class Sampling:
     """Settings of sampling, applied in the order of the list.
 
     Attributes:
-        repetition_penalty: divides the logits above 0, and multiplies those below, of tokens that
-            the prompt or the continuation already contains; 1 changes nothing (Keskar et al.,
-            arXiv:1909.05858, with the treatment of negative logits of `transformers`).
         temperature: divides the logits; 0 selects the most likely token.
         top_k: draws among the k most likely tokens; 0 means all.
         top_p: draws among the likeliest tokens that together reach this probability (Holtzman et
@@ -43,33 +39,25 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        penalty = self.repetition_penalty
         check(self.temperature >= 0, "generate", "temperature", "be at least 0", self.temperature)
         check(self.top_k >= 0, "generate", "top_k", "be at least 0", self.top_k)
         check(0 < self.top_p <= 1, "generate", "top_p", "be above 0 and at most 1", self.top_p)
         check(0 <= self.min_p <= 1, "generate", "min_p", "be from 0 to 1", self.min_p)
-        check(penalty > 0, "generate", "repetition_penalty", "be positive", penalty)
 
-    def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """One token for each sequence, without waiting for the device.
 
         Args:
             logits: ``[B, vocab_size]``, fp32 or fp64.
             uniform: a number from 0 to below 1 for each sequence, fp64 ``[B]``; not used at
                 temperature 0.
-            seen: bool ``[B, vocab_size]``, the tokens that the penalty counts for; None for none.
 
         Returns:
             int64 ``[B]``; -1 for a sequence whose logits are not finite.
         """
         is_finite = logits.isfinite().all(-1)
-        if seen is not None:
-            penalty = self.repetition_penalty
-            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(seen, penalised, logits)
         if self.temperature == 0:
             return logits.argmax(-1).where(is_finite, -1)
         # The difference first: a small temperature must not make infinities.
@@ -257,8 +245,6 @@ class Generation(Iterator[list[bytes]]):
         rule = "contain at least one token each"
         for prompt, tokens in zip(prompts, self.tokens, strict=True):
             check(len(tokens) > 0, name, "prompts", rule, repr(prompt))
-        longest = max(map(len, self.tokens))
-        _check_fits(model, len(prompts), longest, max_new_tokens, compute_dtype)
         self.speed = Speed()
         self.model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
         self._sampling, self.compute_dtype = sampling or Sampling(), compute_dtype
@@ -283,14 +269,12 @@ class Generation(Iterator[list[bytes]]):
         most = max(map(len, self.tokens)) + self._max_new_tokens
         dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
         decoder = Decoder(self.model, len(self.tokens), max_tokens=most, compute_dtype=dtype)
-        uniform, seen = uniform_numbers(self._seeds, device), self._seen(device)
+        uniform = uniform_numbers(self._seeds, device)
         number = sum(map(len, self.tokens))
         logits = decoder.prefill(self.tokens) if self._max_new_tokens else torch.empty(0)
         for left in range(self._max_new_tokens - 1, -1, -1):
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            drawn = self._sampling.draw(wide, next(uniform), seen)
-            if seen is not None:
-                seen.scatter_(1, drawn.clamp(min=0)[:, None], True)
+            drawn = self._sampling.draw(wide, next(uniform))
             # The next step starts before the host reads these tokens.
             ids_of = _on_its_way(drawn)
             if left:
@@ -308,15 +292,6 @@ class Generation(Iterator[list[bytes]]):
                 return
             start, number = time.perf_counter(), self._ended.count(False)
 
-    def _seen(self, device: torch.device) -> Tensor | None:
-        """Mask of the tokens in each prompt, ``[B, vocab_size]``; None without a penalty."""
-        if self._sampling.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(len(self.tokens), self._tokenizer.vocab_size, dtype=torch.bool)
-        for row, tokens in zip(seen, self.tokens, strict=True):
-            row[tokens] = True
-        return seen.to(device)
-
     def _take(self, index: int, token: int, is_last: bool) -> bytes:
         """Append a drawn token to a text and return its new bytes."""
         if self._ended[index]:
@@ -329,25 +304,6 @@ class Generation(Iterator[list[bytes]]):
         piece, is_over = stop.add(self._tokenizer.decode([token]))
         self._ended[index] = is_over or is_last
         return piece if is_over or not is_last else piece + stop.rest()
-
-
-def _check_fits(
-    model: LanguageModel, batch_size: int, prompt_len: int, max_new_tokens: int, compute_dtype: str
-) -> None:
-    """Raise an error if the cache cannot fit into memory; the cache of a window does not grow."""
-    longest = 2**30 - prompt_len  # positions are counted in 32 bits
-    rule = f"be at most {longest:,} behind a prompt of {prompt_len:,} tokens"
-    check(max_new_tokens <= longest, "generate", "max_new_tokens", rule, max_new_tokens)
-    config, pattern = model.config, model.config.nsa
-    if config.attention == "nsa" and "slc" not in pattern.branches:
-        return
-    row = pattern.num_kv_heads * (pattern.head_dim + pattern.value_dim)
-    row *= 2 if compute_dtype == "bf16" else 4
-    needed = batch_size * (prompt_len + max_new_tokens) * config.num_layers * row
-    free = free_memory(model.embedding.weight.device)
-    rule = f"be so few that their cache fits into {free / 2**30:.1f} GiB of free memory"
-    found = f"{max_new_tokens} for {batch_size} prompts together ({needed / 2**30:.1f} GiB)"
-    check(needed <= free, "generate", "max_new_tokens", rule, found)
 
 
 def _on_its_way(drawn: Tensor) -> Callable[[], list[int]]:

@@ -105,32 +105,6 @@ def _has_settings(tree: Any) -> bool:
     return True
 
 
-def _place(name: str, path: Path | None, overrides: Mapping[str, str]) -> str:
-    """Option or line that gives a setting, or the nearest section that contains it."""
-    node = None if path is None else yaml.compose(path.read_text(encoding="utf-8"), _Loader)
-    while name:
-        for given in overrides:
-            if _contains(name, given) or _contains(given, name):
-                return option(given)
-        if line := _line(node, name):
-            return f"{path}:{line}"
-        name = name.rpartition(".")[0]
-    return "defaults" if path is None else str(path)
-
-
-def _line(node: Any, name: str) -> int:
-    """Line of a setting in a file, 0 if the file does not contain it."""
-    line = 0
-    for part in name.split("."):
-        items = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(key, value) for key, value in items if key.value == part]
-        if not found:
-            return 0
-        ((key, node),) = found
-        line = key.start_mark.line + 1
-    return line
-
-
 def to_yaml(config: Any) -> str:
     """Return the whole configuration as YAML that :func:`load_config` reads, defaults included.
 
@@ -140,12 +114,7 @@ def to_yaml(config: Any) -> str:
     Returns:
         YAML text in the order of the dataclass.
     """
-    return yaml_text(dataclasses.asdict(config))
-
-
-def yaml_text(values: Mapping[str, Any]) -> str:
-    """Return nested values of a configuration as YAML; see :func:`to_yaml`."""
-    plain = json.loads(json.dumps(values))  # lists for tuples
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -167,8 +136,7 @@ def load_config(
         The checked configuration.
 
     Raises:
-        UserError: for an unknown name, a wrong type or a value that breaks a rule, with the file
-            and line or the option at fault and the nearest valid name.
+        UserError: for an unknown name, a wrong type or a value that breaks a rule.
     """
     known = {setting.name: setting for setting in settings()}
     file = None if path is None else configs.find(path)
@@ -184,13 +152,7 @@ def load_config(
                 section[parent] = {}
             section = section[parent]
         section[last] = known[name].read(text) if name in known else text
-    try:
-        return typing.cast(TrainConfig, _build(TrainConfig, tree, ""))
-    except UserError as error:
-        is_name = error.argument == "names"
-        place = _place(str(error.value) if is_name else error.argument, file, overrides)
-        argument = f"{place}: {error.argument}"
-        raise UserError("load_config", argument, error.rule, error.value, error.hint) from None
+    return typing.cast(TrainConfig, _build(TrainConfig, tree, ""))
 
 
 def _contains(section: str, name: str) -> bool:
@@ -203,7 +165,7 @@ def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     for name, value in tree.items():
         full = f"{prefix}{name}"
         if name not in hints:
-            near = nearest(full, {setting.name: setting.help for setting in settings()})
+            near = nearest(full, [setting.name for setting in settings()])
             fail("load_config", "names", "be settings", full, nearest_hint(near))
         values[name] = _typed(value, hints[name], full)
     try:

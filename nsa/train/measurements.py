@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -87,8 +86,7 @@ def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
         byte and bins of positions of each.
 
     Raises:
-        ValueError: different numbers of files, different targets, or a model twice; with several
-            pairs, a pair with different seeds, or two pairs with the same seed.
+        ValueError: different numbers of files, or different targets.
     """
     rule = f"be as many files as FILES ({len(first)})"
     check(len(first) == len(second) > 0, "compare", "--against", rule, len(second))
@@ -97,13 +95,6 @@ def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
         for argument, paths in (("FILES", first), ("--against", second))
     )
     _check_same_targets([*ours, *theirs])
-    for one, other in combinations([*ours, *theirs], 2):
-        _check_distinct(one, other)
-    if len(first) > 1:
-        for one, other in zip(ours, theirs, strict=True):
-            _check_seeds(one, other, True)
-        for one, other in (*combinations(ours, 2), *combinations(theirs, 2)):
-            _check_seeds(one, other, False)
     found = paired_difference([x.measurement for x in ours], [x.measurement for x in theirs])
     found["runs"] = [file.described() for file in ours]
     found["against"] = [file.described() for file in theirs]
@@ -123,26 +114,3 @@ def _check_same_targets(files: Sequence[_File]) -> None:
         same = np.array_equal(measurement.documents[:, 1:], counts)
         rule = f"have the targets of {files[0].path} in each document"
         check(same, "compare", str(path), rule, "others")
-
-
-def _check_distinct(one: _File, other: _File) -> None:
-    """Raise an error for a model that is given twice, under the same name or another.
-
-    Run and step do not identify a model: they are equal in another folder. Equal sums do, and so
-    does the checkpoint, whose sums may differ on another device.
-    """
-    checkpoint = one.about.get("checkpoint_sha256")
-    same = np.array_equal(one.measurement.documents, other.measurement.documents)
-    same |= checkpoint is not None and checkpoint == other.about.get("checkpoint_sha256")
-    model = f"the same: {other.about['run']} step {other.about['step']}"
-    rule = f"measure another model than {one.path}"
-    check(not same, "compare", str(other.path), rule, model)
-
-
-def _check_seeds(one: _File, other: _File, equal: bool) -> None:
-    """Compare the seeds of two runs, if both are known."""
-    ours, theirs = one.about.get("seed"), other.about.get("seed")
-    rule = f"have {'the seed of' if equal else 'another seed than'} {one.path} ({ours})"
-    hint = "Give all files in the same order, so that each pair has equal seeds." if equal else ""
-    fits = None in (ours, theirs) or (ours == theirs) is equal
-    check(fits, "compare", str(other.path), rule, theirs, hint)

@@ -167,7 +167,6 @@ def _nvtx_range(name: str) -> Iterator[None]:
 def _record_modules(trainer: Trainer, activities: list[ProfilerActivity], folder: Path) -> None:
     path = folder / "modules.json.gz"
     with (
-        stages.stages_seen_by(_range),
         _modules_marked(trainer.model),
         profile(activities=activities, profile_memory=True, acc_events=True) as profiler,
     ):
@@ -184,19 +183,14 @@ def _record_modules(trainer: Trainer, activities: list[ProfilerActivity], folder
 
 
 def _run_modules(trainer: Trainer) -> bool:
-    """One micro-batch forward and backward through the modules; False if it does not fit."""
+    """One micro-batch forward through the modules; False if it does not fit."""
     batch = trainer.next_batches()[0].to(trainer.device)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            with (
-                stages.stage(stages.FORWARD),
-                autocast(trainer.device, trainer.config.compute_dtype),
-            ):
-                total = trainer.strategy.loss(
-                    batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen
-                )
-            with stages.stage(stages.BACKWARD):
-                total.backward()
+        with (
+            torch.compiler.set_stance("force_eager"),
+            autocast(trainer.device, trainer.config.compute_dtype),
+        ):
+            trainer.strategy.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
     except torch.OutOfMemoryError:
         why = "the micro-batch does not fit when nothing is compiled"
         logger.warning("memory of modules: left out, %s", why)
@@ -246,13 +240,11 @@ class Trace:
         host: operators and ranges of all threads.
         device: kernels, copies and fills.
         allocations: changes of allocated memory: time, whether on the GPU, bytes.
-        backward: start times of operators in the forward pass and of their backward operators.
     """
 
     host: list[Event] = field(default_factory=list)
     device: list[Event] = field(default_factory=list)
     allocations: list[tuple[float, bool, int]] = field(default_factory=list)
-    backward: list[tuple[float, float]] = field(default_factory=list)
 
     def ranges(self, prefix: str) -> list[Event]:
         """Host events whose names begin with a prefix."""
@@ -266,7 +258,6 @@ def _read_trace(path: Path) -> Trace:
 def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
     """Convert the ``traceEvents`` of a Chrome trace."""
     trace, launches = Trace(), dict[float, float]()
-    forward, backward = dict[int, float](), dict[int, float]()
     for record in records:
         category, args, name = record.get("cat"), record.get("args", {}), str(record.get("name"))
         begin, correlation = float(record.get("ts", 0)), args.get("correlation", -1)
@@ -278,15 +269,12 @@ def parse_trace(records: Iterable[dict[str, Any]]) -> Trace:
             launches[correlation] = begin
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
             trace.device.append(event)
-        elif category == "fwdbwd":
-            (forward if record["ph"] == "s" else backward)[record["id"]] = begin
         elif name == "[memory]":
             trace.allocations.append((begin, args["Device Type"] == 1, int(args["Bytes"])))
     trace.device = [e._replace(launched=launches.get(e.launched, math.inf)) for e in trace.device]
     trace.host.sort(key=lambda event: (event.begin, -event.end))
     trace.device.sort(key=lambda event: event.begin)
     trace.allocations.sort()
-    trace.backward = [(forward[n], at) for n, at in backward.items() if n in forward]
     return trace
 
 
@@ -480,20 +468,16 @@ def _modules_marked(model: nn.Module) -> Iterator[None]:
 
 
 def module_memory(trace: Trace, on_gpu: bool, allocated: int) -> list[dict[str, Any]]:
-    """Memory by module over a forward and a backward pass, in the order of the forward passes.
-
-    A module's backward pass lasts from the first backward operator of its forward operators until
-    the backward operator that follows the last one. It includes the recomputed forward pass.
+    """Memory by module over a forward pass, in the order of their begins.
 
     Args:
-        trace: trace of a step with marked modules and allocations.
+        trace: trace of a forward pass with marked modules and allocations.
         on_gpu: whether memory of the GPU is counted, otherwise of the host.
         allocated: bytes allocated when the trace began.
 
     Returns:
-        For each module its ``name``, the largest allocated memory of the process during its passes
-        (``forward_peak``, ``backward_peak``) and the memory that its forward pass left allocated
-        (``kept``), in bytes.
+        For each module its ``name``, the largest allocated memory of the process during its forward
+        pass (``forward_peak``) and the memory that the pass left allocated (``kept``), in bytes.
     """
     times, levels = [-math.inf], [allocated]
     for at, is_gpu, change in trace.allocations:
@@ -501,36 +485,22 @@ def module_memory(trace: Trace, on_gpu: bool, allocated: int) -> list[dict[str, 
             times.append(at)
             levels.append(levels[-1] + change)
 
-    def between(begin: float, end: float) -> list[int]:
-        return levels[bisect_right(times, begin) - 1 : bisect_right(times, end)]
-
-    found: dict[str, dict[str, Any]] = {}
-    (backward,) = trace.ranges(STAGE + stages.BACKWARD)
-    starts = sorted([*(at for _, at in trace.backward), backward.end])
+    found = []
     for mark in trace.ranges(MODULE):
-        name = mark.name.removeprefix(MODULE)
-        empty = {"name": name, "forward_peak": 0, "backward_peak": 0, "kept": 0}
-        memory = found.setdefault(name, empty)
-        linked = [at for begin, at in trace.backward if mark.begin <= begin < mark.end]
-        if mark.begin < backward.begin:
-            inside = between(mark.begin, mark.end)
-            memory |= {"forward_peak": max(inside), "kept": inside[-1] - inside[0]}
-        else:
-            linked.append(mark.begin)
-        if linked:
-            inside = between(min(linked), starts[bisect_right(starts, max(linked))])
-            memory["backward_peak"] = max(memory["backward_peak"], *inside)
-    return list(found.values())
+        first, last = bisect_right(times, mark.begin) - 1, bisect_right(times, mark.end)
+        inside = levels[first:last]
+        sizes = {"forward_peak": max(inside), "kept": inside[-1] - inside[0]}
+        found.append({"name": mark.name.removeprefix(MODULE), **sizes})
+    return found
 
 
 def memory_text(modules: Iterable[Mapping[str, Any]], tokens: int) -> str:
     """The modules as a text table."""
     lines = [
-        f"one micro-batch of {tokens:,} tokens without torch.compile and CUDA graphs; MiB",
-        f"{'module':<44}{'peak forward':>14}{'peak backward':>15}{'kept':>11}",
+        f"forward pass of one micro-batch of {tokens:,} tokens without torch.compile; MiB",
+        f"{'module':<44}{'peak forward':>14}{'kept':>11}",
     ]
     for memory in modules:
-        mib = {name: memory[name] / 2**20 for name in ("forward_peak", "backward_peak", "kept")}
-        line = "{forward_peak:>14.1f}{backward_peak:>15.1f}{kept:>11.1f}".format(**mib)
-        lines.append(f"{memory['name']:<44}{line}")
+        peak, kept = memory["forward_peak"] / 2**20, memory["kept"] / 2**20
+        lines.append(f"{memory['name']:<44}{peak:>14.1f}{kept:>11.1f}")
     return "\n".join(lines) + "\n"

@@ -9,15 +9,15 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa.errors import UserError, check, fail
+from nsa.errors import check, fail
 from nsa.files import replace_text
 from nsa.train.config import TrainConfig
 from nsa.train.environment import collect
-from nsa.train.load import load_config, to_yaml, yaml_text
+from nsa.train.load import load_config, to_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class RunFolder:
             The folder.
 
         Raises:
-            UserError: ``path`` is empty or exists already, or a parent is a file.
+            UserError: ``path`` is empty or exists already.
         """
         check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
         is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
@@ -91,8 +91,6 @@ class RunFolder:
         folder = cls(Path(path))
         try:
             folder.path.mkdir(parents=True)
-        except NotADirectoryError:
-            fail("run folder", "--run-dir", "lie in a folder", path)
         except FileExistsError:
             rule = "not exist yet, because no run writes over another"
             hint = "Give another --run-dir"
@@ -115,8 +113,6 @@ class RunFolder:
     def open(cls, path: str | Path, argument: str = "RUN") -> RunFolder:
         """Open the run folder at ``path``.
 
-        A missing configuration or tokenizer is restored from the newest checkpoint.
-
         Args:
             path: the folder.
             argument: name of the argument that gave the path, for messages.
@@ -125,8 +121,6 @@ class RunFolder:
             UserError: there is no run; the message has the nearest name.
         """
         folder = cls(Path(path))
-        if not (folder.config.is_file() and folder.tokenizer.is_file()):
-            folder._restore_from_checkpoint()
         if not folder.config.is_file():
             configs = folder.path.parent.glob("*/config.yaml")
             siblings = sorted(config.parent.name for config in configs)
@@ -138,33 +132,6 @@ class RunFolder:
             fail("run folder", argument, rule, path, hint)
         return folder
 
-    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
-        """Write the configuration and the tokenizer if they are missing, with a warning.
-
-        Args:
-            config: the configuration as JSON represents it.
-            tokenizer: text of ``tokenizer.json``; None if it is not known.
-
-        Raises:
-            OSError: they could not be written.
-        """
-        # The configuration last: a folder that has it is complete.
-        for path, text in ((self.tokenizer, tokenizer), (self.config, yaml_text(config))):
-            if text is not None and not path.is_file():
-                replace_text(path, text)
-                logger.warning("%s was missing and has been restored", path)
-
-    def _restore_from_checkpoint(self) -> None:
-        if not any(self.checkpoints.glob("step-*")):
-            return  # without loading PyTorch
-        from nsa.train.checkpoint import list_checkpoints, read_meta
-
-        for path in reversed(list_checkpoints(self.checkpoints)):
-            with suppress(UserError):  # damaged
-                meta = read_meta(path)
-                self.restore(meta["config"], meta["tokenizer"])
-                return
-
     def holds_no_run(self) -> bool:
         """Whether the run has written neither a row nor a checkpoint."""
         has_rows = self.metrics_jsonl.exists() and self.metrics_jsonl.stat().st_size > 0
@@ -175,10 +142,6 @@ class RunFolder:
         extensions = self._extensions()
         steps = {"steps": extensions[-1]} if extensions else {}
         return load_config(self.config, {**steps, **(overrides or {})})
-
-    def former_ends(self) -> set[int]:
-        """Values that ``steps`` had at the start of the run and at each resumption."""
-        return {load_config(self.config).steps, *map(int, self._extensions())}
 
     def _extensions(self) -> list[str]:
         """Values of ``--steps`` that resumptions gave, oldest first."""

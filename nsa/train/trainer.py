@@ -39,7 +39,6 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.state import (
     TrainState,
     check_same_data,
-    fault_of_rows,
     resumed_checkpoint,
     seed_everything,
 )
@@ -229,9 +228,6 @@ class Trainer:
         self.state.load(checkpoint)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
         self._note("resume", f"resumed from {checkpoint}")
-        fault = fault_of_rows(self.run_folder, checkpoint) if self.processes.is_main else ""
-        if fault:
-            self._note("warning", fault, logging.WARNING)
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Log an event of the run."""
@@ -367,7 +363,7 @@ class Trainer:
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may arrive between a step and its row
-            while progress.step < steps and not (stop := self._handle_requests()):
+            while progress.step < steps and not (stop := self._requested_stop()):
                 if not self._timed_step(ahead):
                     continue
                 progress.seconds = time.perf_counter() - begun
@@ -390,19 +386,10 @@ class Trainer:
         sampler.load_state_dict(self.state.sampler.state_dict())
         return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
 
-    def _handle_requests(self) -> int:
-        """Write a checkpoint if any process was asked for one since the last step.
-
-        Returns:
-            ``Requests.stop``: the request to stop, 0 for none.
-        """
-        requests = self._requests
-        requests.look()
-        checkpoint, requests.checkpoint = requests.checkpoint, False
-        stop, save = self.processes.largest(requests.stop, int(checkpoint))
-        if save:
-            self._checkpoint()
-        return stop
+    def _requested_stop(self) -> int:
+        """``Requests.stop`` of any process: the request to stop, 0 for none."""
+        self._requests.look()
+        return self.processes.largest(self._requests.stop)[0]
 
     def _is_asked_to_stop(self) -> bool:
         """Whether this process was asked to stop."""
@@ -540,7 +527,6 @@ class Trainer:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
             meta["tokenizer"] = self.data.tokenizer.to_json()
-            meta["metrics"] = self._reports.rows_so_far()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 
@@ -582,9 +568,6 @@ class Trainer:
                 self.run_folder.halt.unlink()
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
-        if not self._reports.keep_folder():
-            lost = f"{self.run_folder.config} is gone and could not be restored"
-            raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
 
 
 def _most_sequences(batches: list[Batch]) -> int:

@@ -47,7 +47,6 @@ def test_train_eval_generate_and_resume(tiny, nsa, refusal):
 
     said = nsa("eval runs/tiny-1 --windows 2")
     assert f"bits per byte: {float(rows[-1]['val_bits_per_byte']):.4f}" in said
-    assert "bigram baseline: " in said
     assert "validation: 2 of" in said
 
     generate = "generate runs/tiny-1 --prompt 'the quick' --max-new-tokens 8 --seed 3"
@@ -190,7 +189,7 @@ def test_settings_of_the_device_are_refused_before_the_data_are_read(
 def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
     found = json.loads(nsa("eval run --json"))
     assert (found["step"], found["text"], found["run"]) == (4, "folder", "run")
-    rest = {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"}
+    rest = {"loss_nats", "num_bytes", "windows_available", "device"}
     assert rest <= found.keys()
     rows = read_metrics(run / "metrics.jsonl")
     bits = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_loss_nats" in row}
@@ -272,10 +271,7 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     assert f"difference: {difference:+.4f} bits per byte" in said
     nsa("eval nsa --seq-len 96 --save d.npz")
     nsa("eval dense --split test --windows 1 --save c.npz")
-    same = "a.npz must measure another model than a.npz, got the same: nsa step 2."
     for words, why in (
-        ("compare a.npz --against a.npz", same),
-        ("compare a.npz a.npz --against b.npz b.npz", same),
         ("compare a.npz --against b.npz a.npz", "must be as many files as FILES (1), got 2"),
         ("compare a.npz --against tiny.yaml", "must be a file of nsa eval --save, got tiny.yaml"),
         ("compare a.npz --against d.npz", "d.npz must have the split of a.npz (test), got val"),
@@ -311,7 +307,6 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
     nsa(f"train tiny.yaml {words}")
     said = nsa("eval run --windows 1")
     assert "lowest possible loss: 5.5452 nats per token" in said
-    assert "bigram" not in said
     assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
 
 
@@ -427,7 +422,6 @@ def test_nothing_said_shows_the_help(capsys):
         ("trian", "nsa: unrecognized command: trian; did you mean train?"),
         ("--verson", "nsa: unrecognized arguments: --verson; did you mean --version?"),
         ("train tiny.yaml --lr 3", "nsa train: unrecognized arguments: --lr; did you mean --optim"),
-        ("train tiny.yaml --optim.learning-rate 1", "; did you mean --optim.lr?"),
         ("train tiny.yaml --set seed=3", "nsa train: unrecognized arguments: --set"),
         ("train tiny.yaml -x", "nsa train: unrecognized arguments: -x"),
         ("eval x --optim.lr 1", "unrecognized arguments: --optim.lr"),
@@ -436,7 +430,7 @@ def test_nothing_said_shows_the_help(capsys):
         ("eval", "nsa eval: the following arguments are required: RUN"),
         ("train tiny.yaml --steps", "nsa train: argument --steps: expected one argument"),
         ("train tiny.yaml --steps 1 --steps 2", "nsa train: argument --steps: given twice"),
-        ("train --steps some tiny.yaml", "--steps: steps must be an integer, got 'some'."),
+        ("train --steps some tiny.yaml", "nsa: steps must be an integer, got 'some'."),
         ("train tiny.yml", "The nearest is tiny.yaml."),
         ("train tiny.yaml --model.vocab-size 300", "model.vocab_size must equal the tokenizer's"),
         (f"train tiny.yaml --micro-batch {10**12}", "seq_len must be at most 2**30 / micro_batch"),
@@ -445,8 +439,7 @@ def test_nothing_said_shows_the_help(capsys):
         (f"data needles out --number {10**12}", "number must be from 1 to 1,000,000, got"),
         ("train tiny.yaml --resume x", "CONFIG must be left out with --resume"),
         ("eval x --device tpu", "invalid choice: 'tpu'"),
-        ("generate x", "--prompt must be given, or --prompt-file or --interactive, got none"),
-        ("generate x --prompt a --interactive", "--interactive must be given without --prompt"),
+        ("generate x", "--prompt must be given, or --prompt-file, got neither"),
         ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
     ],
 )
@@ -456,7 +449,7 @@ def test_mistakes_end_in_one_line_that_helps(tiny, refusal, line, answer):
 
 
 def test_what_is_like_nothing_gets_no_suggestion(tiny, refusal):
-    for name in ("batch-size", "epochs", "optim", "model.nsa.topk"):
+    for name in ("epochs", "optim", "model.nsa.topk"):
         line = f"nsa train: unrecognized arguments: --{name}"
         assert refusal(f"train tiny.yaml --{name} 3") == line
 

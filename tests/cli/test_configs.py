@@ -185,8 +185,8 @@ def test_a_word_is_a_name_or_a_path(tmp_path):
     for path in ("78m.yaml", "78m.yml", "mine/78m", str(tmp_path / "78m")):
         assert configs.find(path) == Path(path)
     with pytest.raises(UserError) as caught:
-        load_config("78n")
-    rule = "the configuration must be one that comes with the package, got '78n'."
+        load_config("78mm")
+    rule = "the configuration must be one that comes with the package, got '78mm'."
     hint = "The nearest is 78m; `nsa configs` lists them; the path of a file ends in .yaml."
     assert str(caught.value) == f"{rule} {hint}"
     with pytest.raises(UserError, match="give its name: 78m"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,15 +28,13 @@ def test_a_sound_machine(nsa):
 def test_problems_are_shown_and_counted(capsys, monkeypatch):
     monkeypatch.setattr(environment, "RECORDED", ("torch", "no-such-distribution"))
     monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-distribution"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**29))
     monkeypatch.setattr(environment, "cuda", lambda: None)
     monkeypatch.setattr(environment, "nvidia_driver", lambda: "580.1")
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "PROBLEM: no-such-distribution is not installed" in said
-    assert "PROBLEM: 0.5 GiB free" in said
     assert "PROBLEM: an NVIDIA driver (580.1) is installed, but PyTorch" in said
-    assert "3 problems found" in said
+    assert "2 problems found" in said
     monkeypatch.setattr(environment, "nvidia_driver", lambda: None)
     (line,) = doctor._gpus()
     assert line.startswith("none: PyTorch")
@@ -55,35 +51,21 @@ def test_no_triton_is_a_problem_on_linux(monkeypatch):
     assert line == "no triton: there is none for win32; operators run in eager PyTorch"
 
 
-TOPOLOGY = """\
-	GPU0	GPU1	GPU2	NIC0	CPU Affinity	NUMA Affinity	GPU NUMA ID
-GPU0	 X 	NV18	PHB	PXB	0-31	0		N/A
-GPU1	NV18	 X 	SYS	PXB	0-31	0		N/A
-GPU2	PHB	SYS	 X 	NODE	32-63	1		N/A
-NIC0	PXB	PXB	NODE	 X
-
-Legend:
-
-  X    = Self
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
+TOPOLOGY = "GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X"
 
 
 def test_connections_of_gpus(monkeypatch):
-    assert environment.gpu_links(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
     monkeypatch.setattr(environment, "nvidia_topology", lambda: TOPOLOGY)
-    monkeypatch.setattr(environment, "pcie_links", lambda: [("5", "16"), ("5", "16"), ("4", "8")])
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *gpus: gpus == (0, 1))
-    said = list(doctor._connections(3))
-    assert said[2] == "2: PCIe generation 4, 8 lanes"
-    assert said[3:6] == [
-        "GPU 0 to GPU 1: NV18; direct access yes",
-        "GPU 0 to GPU 2: PHB; direct access no",
-        "GPU 1 to GPU 2: SYS; direct access no",
+    monkeypatch.setattr(environment, "pcie_links", lambda: [("5", "16"), ("4", "8")])
+    said = list(doctor._connections(2))
+    assert said == [
+        "0: PCIe generation 5, 16 lanes",
+        "1: PCIe generation 4, 8 lanes",
+        *TOPOLOGY.splitlines(),
     ]
     monkeypatch.setattr(environment, "nvidia_topology", lambda: None)
     assert list(doctor._connections(2))[-1].startswith("connections unknown")
-    assert len(list(doctor._connections(1))) == 3
+    assert len(list(doctor._connections(1))) == 2
 
 
 def test_kernels_of_a_shape(nsa, refusal):

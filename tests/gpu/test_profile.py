@@ -61,7 +61,6 @@ def test_every_kernel_finds_its_stage(tmp_path, how, attention):
         module["name"]: module for module in json.loads((folder / "memory.json").read_text())
     }
     assert modules["layers.1.mlp"]["kept"] > 0
-    assert modules["layers.1.mlp"]["backward_peak"] > 0
 
 
 @pytest.mark.parametrize("how", LAUNCHED)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,6 @@ import pytest
 from nsa import cli
 from nsa.train import load
 from nsa.train.checkpoint import list_checkpoints
-from nsa.train.run_folder import RunFolder
-from nsa.train.runs.check import check_run
 from nsa.train.runs.report import report_page
 from nsa.train.telemetry.metrics import ALWAYS
 from tests.train.cases import new_trainer, resumed, rewrite_hashes, rows_of, tiny_config
@@ -47,18 +43,13 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     whole = rows_of(tmp_path)
 
     def older(meta):
-        for name in ("nsa", "tokenizer", "metrics"):
-            del meta[name]
+        del meta["nsa"], meta["tokenizer"]
         del meta["data"]["files_left_out"]
         meta["data"]["unreadable_left_out"] = 0
         del meta["config"]["tf32"], meta["config"]["model"]["nsa"]["score_precision"]
-        window = meta["progress"]["window"]
-        del window["finite_steps"], window["grad_norm_max"]
-        window["grad_norm"] = math.nan
 
     change_meta(tmp_path / "run", older)
-    progress = resumed(tmp_path, steps=4, eval_every=0, log_every=3).state.progress
-    assert (progress.step, progress.window.grad_norm) == (4, 0.0)
+    assert resumed(tmp_path, steps=4, eval_every=0, log_every=3).state.progress.step == 4
     message = r"tf32 must stay as in the checkpoint \(False\), got True"
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path, steps=4, tf32=True)
@@ -71,7 +62,7 @@ def test_another_format_names_the_version_that_reads_it(tmp_path):
         path = change_meta(tmp_path / "run", partial(dict.update, format=number, nsa=version))
         if number == 1:
             (path / "SHA256SUMS").unlink()
-        found = f"format 2 or 3, got format {number} of nsa {version} in .* That version of nsa can"
+        found = f"format 3, got format {number} of nsa {version} in .* That version of nsa can"
         with pytest.raises(ValueError, match=found):
             resumed(tmp_path, steps=2)
 
@@ -79,7 +70,7 @@ def test_another_format_names_the_version_that_reads_it(tmp_path):
 def test_records_with_other_content_are_one_line(tmp_path, capsys):
     folder = new_trainer(tmp_path, steps=2).run_folder
     folder.events.write_text(f"{EVENT}\n{EVENT[:9]}")  # the last one may be incomplete
-    assert "Events" in report_page([folder])
+    assert "Events" in report_page(folder)
     for path, text, rule in (
         (folder.environment, '{"launches": [{}]}', "must contain the launches of the run in JSON"),
         (folder.environment, "{", "must contain the launches of the run in JSON"),
@@ -103,8 +94,7 @@ def test_rows_with_odd_values_are_shown(tmp_path):
         for step, value in enumerate(values, start=1)
     ]
     folder.metrics_jsonl.write_text("".join(f"{line}}}\n" for line in lines))
-    assert check_run(folder)[1]
-    assert "Loss" in report_page([folder])
+    assert "Loss" in report_page(folder)
 
 
 def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
@@ -112,17 +102,7 @@ def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
     path, config = tmp_path / "cost$\\frac$ a{b}%s <b>&'", write_tiny(tmp_path, steps=2)
     assert cli.main(["train", config, "--run-dir", str(path)]) == 0
     assert (path / "loss.png").stat().st_size > 0
-    assert cli.main(["report", str(path), str(path)]) == 0
+    assert cli.main(["report", str(path)]) == 0
     other = str(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
     assert cli.main(["train", config, "--run-dir", other]) == 2
     assert "--run-dir must be valid UTF-8" in capsys.readouterr().err
-
-
-def test_a_checkpoint_alone_is_enough(tmp_path, caplog):
-    trainer, alone = new_trainer(tmp_path, steps=2), tmp_path / "alone"
-    trainer.run()
-    shutil.copytree(trainer.run_folder.checkpoints, alone / "checkpoints")
-    assert cli.main(["generate", str(alone), "--prompt", "a", "--max-new-tokens", "2"]) == 0
-    assert "tokenizer.json was missing and has been restored" in caplog.text
-    assert RunFolder.open(alone).load_config() == trainer.config
-    assert cli.main(["train", "--resume", str(alone), "--steps", "4"]) == 0

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from nsa.config import NSAConfig
-from nsa.lm.recorded import load_selections
 from nsa.ops.selected.types import queries_of_tile
 from nsa.train.evaluation import interval
 from nsa.train.load import load_config
@@ -254,7 +253,8 @@ def selection_tables(runs: Sequence[Run]) -> list[str]:
         for path in sorted(run.folder.glob("inspect-*.json"), key=lambda x: (len(x.name), x)):
             recorded = path.with_name(path.name.replace("inspect", "selected")).with_suffix(".npz")
             found, config = read_json(path), load_config(run.folder / "config.yaml").model.nsa
-            layers = [layer.numpy() for layer in load_selections(recorded)[0]]
+            arrays = np.load(recorded)
+            layers = [arrays[f"layer{n}"].transpose(2, 0, 1) for n in range(len(found["layers"]))]
             rows = [
                 {name: gate["mean"] for name, gate in layer["gates"].items()}
                 | {"tokens back": layer["selection"]["distance_mean"]}

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from torch import Tensor
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
-from nsa.lm.config import LMConfig
+from nsa.files import new_file
 from nsa.lm.model import LanguageModel
-from nsa.lm.recorded import save_selections
 from nsa.module import NativeSparseAttention
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
@@ -29,16 +26,13 @@ from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model, read_text
-from nsa.train.runs.report import Plot, figure_element, layers_figure, page, table
+from nsa.train.runs.report import Plot, curves_figure, figure_element, page, table
 from nsa.train.telemetry.metrics import Row
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
 HISTOGRAM_BINS = 20
 MAP_SIZE = 128
 _NUM_QUERIES = 8
-_BAR_WIDTH = 64
-_SHADES = " ░▒▓█"
 _MAPS_PER_ROW = 4
 
 Range = tuple[int, int]
@@ -50,9 +44,8 @@ class Layer:
 
     Attributes:
         layer: index of the layer, from 0.
-        gates: by enabled branch over all tokens and query heads: ``mean``; ``quantiles`` at
-            :data:`QUANTILES`, by nearest rank; ``histogram``, fraction in each of
-            ``HISTOGRAM_BINS`` equal parts of 0 to 1; ``head_means``.
+        gates: by enabled branch over all tokens and query heads: ``mean``; ``histogram``,
+            fraction in each of ``HISTOGRAM_BINS`` equal parts of 0 to 1.
         selection: None if the selected branch is disabled, otherwise ``block_size``;
             ``keys_mean``, visible selected keys of a query, mean over queries and KV heads;
             ``distance_mean``, mean distance from a query back to these keys, tokens;
@@ -104,7 +97,9 @@ class Inspection:
         return {**self.about, "layers": layers}
 
     def record(self, path: Path) -> None:
-        """Write the selections of all layers, see :func:`nsa.lm.recorded.save_selections`.
+        """Write the block indices of each layer, ``[Hkv, n, T]``, and the block size as ``.npz``.
+
+        Queries come last: neighbours are nearly equal, which compresses well.
 
         Raises:
             UserError: the selected branch is disabled.
@@ -113,8 +108,12 @@ class Inspection:
         rule = "be given for a model with the selected branch"
         check(bool(found), "inspect", "--record", rule, path)
         assert found[0].selection is not None
-        blocks = [torch.from_numpy(layer.blocks) for layer in found]
-        save_selections(path, blocks, found[0].selection["block_size"])
+        arrays: dict[str, Any] = {
+            f"layer{n}": layer.blocks.transpose(1, 2, 0) for n, layer in enumerate(found)
+        }
+        arrays["block_size"] = np.array(found[0].selection["block_size"])
+        with new_file(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
 
 @torch.no_grad()
@@ -168,15 +167,8 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
     found = dict[str, dict[str, Any]]()
     for branch in config.branches:
         values = gates[..., BRANCHES.index(branch)].float()
-        ordered = values.flatten().sort().values
-        last = ordered.shape[0] - 1
-        histogram = torch.histc(ordered, HISTOGRAM_BINS, 0.0, 1.0) / ordered.shape[0]
-        found[branch] = {
-            "mean": float(values.double().mean()),
-            "quantiles": [float(ordered[round(quantile * last)]) for quantile in QUANTILES],
-            "histogram": histogram.tolist(),
-            "head_means": values.double().mean(0).tolist(),
-        }
+        histogram = torch.histc(values, HISTOGRAM_BINS, 0.0, 1.0) / values.numel()
+        found[branch] = {"mean": float(values.double().mean()), "histogram": histogram.tolist()}
     return found
 
 
@@ -231,24 +223,24 @@ def _ranges(heads: Iterable[Iterable[int]], query: int, size: int) -> list[Range
     return found
 
 
-def heat_map(blocks: NDArray[np.int32], size: int, first_query: int) -> NDArray[np.float32]:
+def heat_map(blocks: NDArray[np.int32], size: int) -> NDArray[np.float32]:
     """Fraction of the blocks in an interval of a text that queries in an interval selected.
 
     Args:
         blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
         size: tokens of a block.
-        first_query: position of the query in the first row.
 
     Returns:
         ``[rows, columns]``, intervals of queries and of blocks, over all KV heads.
     """
     num_tokens, heads, _ = blocks.shape
-    num_queries, num_blocks = num_tokens - first_query, -(-num_tokens // size)
-    rows, columns = min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)
-    row = np.arange(num_queries) * rows // num_queries
+    num_blocks = -(-num_tokens // size)
+    rows, columns = min(num_tokens, MAP_SIZE), min(num_blocks, MAP_SIZE)
+    row = np.arange(num_tokens) * rows // num_tokens
     column = np.arange(num_blocks) * columns // num_blocks
-    hits, shown = np.zeros((rows, columns), np.float32), blocks[first_query:]
-    np.add.at(hits, (np.broadcast_to(row[:, None, None], shown.shape), column[shown]), shown >= 0)
+    hits = np.zeros((rows, columns), np.float32)
+    row_of = np.broadcast_to(row[:, None, None], blocks.shape)
+    np.add.at(hits, (row_of, column[blocks]), blocks >= 0)
     possible = np.outer(np.bincount(row), np.bincount(column)) * heads
     return hits / possible.astype(np.float32)
 
@@ -293,7 +285,6 @@ def inspect_run(
         "compute_dtype": config.compute_dtype,
         "text": name,
         "num_tokens": len(tokens),
-        "gate_quantiles": list(QUANTILES),
     }
     return Inspection(about, tokens, layers)
 
@@ -356,13 +347,13 @@ def inspection_page(found: Inspection) -> str:
         )
         plots = [Plot("blocks by distance", "distance"), Plot("blocks shared", "shared")]
         parts["Distance and overlap"] = figure_element(
-            layers_figure(curves, numbers, plots, "tokens before the query"),
+            curves_figure(curves, plots, numbers, "tokens before the query"),
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
     plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in layers[0].gates]
     parts["Gates"] = figure_element(
-        layers_figure(curves, numbers, plots, "gate, percent"),
+        curves_figure(curves, plots, numbers, "gate, percent"),
         "Distribution of the gates of each branch over tokens and query heads.",
     )
     summary = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"
@@ -385,51 +376,11 @@ def _curves(layer: Layer) -> Iterator[Row]:
         yield {"step": one["lag_tokens"], f"shared{end}": one["share"]}
 
 
-# --- selections of one query ----------------------------------------------------------------------
-def check_selects(function: str, argument: str, config: LMConfig) -> None:
-    """Raise an error for a model that selects no blocks.
-
-    Args:
-        function: the command.
-        argument: argument that needs the selected blocks.
-        config: the model.
-
-    Raises:
-        UserError: the model is dense, or its selected branch is disabled.
-    """
-    selects = config.attention == "nsa" and "slc" in config.nsa.branches
-    rule, found = "be left out for a model without the selected branch", f"{config.attention}"
-    check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
-
-
-def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
-    """Lines that show the blocks of the last query in each layer: a bar and the token ranges."""
-    for number, layer in enumerate(layers):
-        assert layer.selection is not None
-        size, query, heads = layer.selection["block_size"], len(layer.blocks) - 1, layer.blocks[-1]
-        if number == 0:
-            title = f"blocks selected for token {query + 1:,} of the text"
-            yield f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)"
-        ranges = " ".join(f"{start}:{end}" for start, end in _ranges(heads, query, size))
-        yield f"layer {layer.layer:2} |{_bar(heads.tolist(), query // size + 1)}| {ranges}"
-
-
-def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:
-    """Bar of the text so far, darker where more KV heads selected more blocks."""
-    hits = [sum(block in head for head in heads) for block in range(num_blocks)]
-    width = min(num_blocks, _BAR_WIDTH)
-    bounds = [-(-column * num_blocks // width) for column in range(width + 1)]
-    fractions = [sum(hits[a:b]) / ((b - a) * len(heads)) for a, b in pairwise(bounds)]
-    # Rounded up, so that a single selected block is visible.
-    return "".join(_SHADES[ceil(one * (len(_SHADES) - 1))] for one in fractions)
-
-
-def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
+def heat_maps(layers: Sequence[Layer]) -> Figure:
     """Draw a heat map for each layer: queries downwards, keys to the right.
 
     Args:
         layers: layers with selected blocks, at least one.
-        first_query: position of the query in the first row.
     """
     across = min(len(layers), _MAPS_PER_ROW)
     down = -(-len(layers) // across)
@@ -439,13 +390,13 @@ def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
         assert layer.selection is not None
         size, num_tokens = layer.selection["block_size"], len(layer.blocks)
         image = axes.imshow(
-            heat_map(layer.blocks, size, first_query),
+            heat_map(layer.blocks, size),
             vmin=0,
             vmax=1,
             cmap="viridis",
             aspect="auto",
             interpolation="nearest",
-            extent=(0, -(-num_tokens // size) * size, num_tokens, first_query),
+            extent=(0, -(-num_tokens // size) * size, num_tokens, 0),
         )
         axes.set_title(f"layer {layer.layer}", fontsize=9)
     for axes in every[len(layers) :]:

@@ -12,15 +12,11 @@ import torch
 
 from nsa.errors import UserError, check
 from nsa.lm.baseline import parameters_by_part
-from nsa.lm.config import LMConfig
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 
 _GIB = 2**30
-# With a vocabulary from this size on, logits may need most of the memory of a step.
-_LARGE_VOCABULARY = 4096
-_LOSS_CHUNK = 1024
 # Errors of libraries that allocate memory themselves, and of PyTorch on a CPU.
 _OTHER_WORDS = (
     "CUDA error: out of memory",
@@ -90,89 +86,46 @@ def smaller_micro_batch(config: TrainConfig) -> int | None:
     return max((part for part in range(1, size // 2 + 1) if size % part == 0), default=None)
 
 
-def remedies(config: TrainConfig, *, resumed: bool) -> str:
-    """Options that need less memory and train the same.
-
-    Args:
-        config: the run.
-        resumed: whether to leave out options that a resumed run may not change.
-    """
-    found = []
-    micro_batch = smaller_micro_batch(config)
-    if micro_batch is not None:
-        accumulation = config.accumulation * config.micro_batch // micro_batch
-        found.append(f"--micro-batch {micro_batch} --accumulation {accumulation}")
-    if config.checkpointing.policy != "full":
-        found.append("--checkpointing.policy full (slower)")
-    if not resumed and config.loss_chunk == 0 and config.model.vocab_size >= _LARGE_VOCABULARY:
-        found.append(f"--loss-chunk {_LOSS_CHUNK} (logits of a large vocabulary)")
-    return " or ".join(found)
-
-
 def hint_for_run(config: TrainConfig, folder: RunFolder) -> str:
-    """Advice for a run that did not fit: options for a new or a resumed run."""
-    checkpoints = list_checkpoints(folder.checkpoints)
-    words = remedies(config, resumed=bool(checkpoints))
-    if checkpoints:
+    """Advice for a run that did not fit: options that need less memory and train the same."""
+    words = "--checkpointing.policy full"
+    if size := smaller_micro_batch(config):
+        accumulation = config.accumulation * config.micro_batch // size
+        words = f"--micro-batch {size} --accumulation {accumulation} or {words} (slower)"
+    if checkpoints := list_checkpoints(folder.checkpoints):
         how = f"Continue with: nsa train --resume {folder.path} {words}"
-        if not words:
-            how = "It needs a GPU with more memory."
         return f"The last checkpoint is {checkpoints[-1]}. {how}"
-    if not words:
-        return "Take a smaller model, a shorter --seq-len or a GPU with more memory."
     return f"Give {words}; `nsa plan` says what a run needs."
 
 
-# Bytes per parameter: fp32 weights; in training also gradients and two moments.
-_WEIGHT_BYTES, _TRAINING_BYTES = 4, 16
-_MACHINE, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# Bytes per parameter: fp32 weights, gradients and two moments.
+_TRAINING_BYTES = 16
+_MEMORY = Path("/proc/meminfo")
 
 
 def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
-    """Apply :func:`check_fits` to a run, with one residual stream and the logits as activations."""
-    model, tokens = config.model, config.micro_batch * config.seq_len
-    parts = config.world_size if config.parallel.strategy == "fsdp" else 1
-    logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
-    activations = 4 * tokens * model.width + 2 * logits
-    check_fits(function, model, device, parts=parts, activations=activations)
+    """Check that weights, gradients, moments and a few activations fit into the free memory.
 
-
-def check_fits(
-    function: str,
-    config: LMConfig,
-    device: torch.device,
-    *,
-    training: bool = True,
-    parts: int = 1,
-    activations: int = 0,
-) -> None:
-    """Check that weights, and in training gradients and moments, fit into the free memory.
-
-    A model that passes may still be too large; ``nsa plan`` counts a whole step.
+    The activations are one residual stream and the logits. A run that passes may still be too
+    large; ``nsa plan`` counts a whole step.
 
     Args:
         function: the command.
-        config: the model.
-        device: device of the model.
-        training: whether gradients and moments are needed too.
-        parts: number of processes that the model is divided among.
-        activations: bytes needed in addition to the model.
+        config: the run.
+        device: device of the run.
 
     Raises:
         UserError: the free memory is not enough.
     """
-    parameters = parameters_by_part(config)["total"]
-    needed, free = parameters * _WEIGHT_BYTES / parts, free_memory(device)
-    what, hint = "", "Give --device cpu, or end other programs that use memory."
-    if training:
-        needed = parameters * _TRAINING_BYTES / parts + activations
-        what = " with their gradients and moments"
-        what += f" and {activations / _GIB:.1f} GiB of activations" * (activations > 0)
-        hint = "`nsa plan` says what a run needs."
-    taken = f"which take {needed / _GIB:.1f} GiB{what}, and {free / _GIB:.1f} GiB free"
-    found = f"{parameters / 1e9:.2f}B parameters, {taken}"
-    rule = f"fit into the memory of the {device.type} device"
-    check(needed <= free, function, "the model", rule, found, hint)
+    model, tokens = config.model, config.micro_batch * config.seq_len
+    parts = config.world_size if config.parallel.strategy == "fsdp" else 1
+    logits = min(config.loss_chunk or tokens, tokens) * model.vocab_size
+    parameters = parameters_by_part(model)["total"]
+    needed = parameters * _TRAINING_BYTES / parts + 4 * tokens * model.width + 8 * logits
+    free = free_memory(device)
+    found = f"{parameters / 1e9:.2f}B parameters, which take at least {needed / _GIB:.1f} GiB"
+    rule = f"fit into the {free / _GIB:.1f} GiB of free memory of the {device.type} device"
+    check(needed <= free, function, "the model", rule, found, "`nsa plan` says what a run needs.")
 
 
 def free_memory(device: torch.device) -> float:
@@ -180,21 +133,5 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
-    return min(1024 * _number_in(_MACHINE, r"MemAvailable: +(\d+) kB"), _left_in_cgroup())
-
-
-def _left_in_cgroup() -> float:
-    """Bytes below the limit of the container, counting cached files as free."""
-    used = _number_in(_CGROUP / "memory.current", r"(\d+)")
-    cached = _number_in(_CGROUP / "memory.stat", r"(?m)^file (\d+)$")
-    limit = _number_in(_CGROUP / "memory.max", r"(\d+)")
-    return math.inf if math.inf in (limit, used, cached) else limit - used + cached
-
-
-def _number_in(path: Path, pattern: str) -> float:
-    """A number in a file of the system; infinite without the file or the number."""
-    try:
-        found = re.search(pattern, path.read_text(encoding="ascii"))
-    except OSError:
-        return math.inf
-    return float(found[1]) if found else math.inf
+    found = re.search(r"MemAvailable: +(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
+    return 1024.0 * int(found[1]) if found else math.inf

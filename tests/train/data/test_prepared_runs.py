@@ -127,11 +127,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(kind, tmp_path):
         data = stream_of(source, validation_fraction=0.4)
     settings: dict[str, Any] = {"steps": 16, "checkpoint_every": 8, "log_every": 1}
     whole = run(tmp_path / "whole", data, **settings)
-    baseline = {
-        "shards": "than the bigram baseline",
-        "stream": "no bigram baseline: the source does not keep its training text",
-    }
-    assert baseline[kind] in evaluation(whole)[-1]
+    assert any("bits per byte: " in line for line in evaluation(whole))
     cut = shutil.copytree(whole, tmp_path / "cut")
     shutil.rmtree(next((cut / "checkpoints").glob("step-*16")))
     moved = str(Path(str(data.path)).rename(tmp_path / "moved"))
@@ -193,14 +189,11 @@ def test_the_commands(source, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"out was complete; SOURCE was not read again\n{said}"
     assert nsa("data verify out") == 0
     assert "4 files, " in capsys.readouterr().out
-    assert nsa("data bench out --seq-len 64 --seconds 0.1") == 0
-    assert "tokens/s, batches of 8 sequences of 64 tokens" in capsys.readouterr().out
     path = tmp_path / "out" / "train-00000.tokens"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert nsa("data verify out") == nsa("data bench out --seconds 0") == 2
+    assert nsa("data verify out") == 2
     said = capsys.readouterr().err
     assert "out/train-00000.tokens must have the SHA-256 of index.json" in said
-    assert "--seconds must be positive" in said
 
 
 def test_a_preparation_without_validation_text_fails_and_leaves_nothing(
