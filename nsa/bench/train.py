@@ -97,7 +97,7 @@ class Run(NamedTuple):
         name: provider in rows.
         config: the run.
         file: its unchanged configuration file.
-        base: first configuration, whose differences are the row's ``variant``; or None.
+        base: the file with the settings of all runs, from which a variant differs.
     """
 
     name: str
@@ -107,32 +107,27 @@ class Run(NamedTuple):
 
 
 def find_runs(
-    paths: Sequence[Path],
+    path: Path,
     settings: Mapping[str, str],
     variants: Sequence[str] = (),
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = DEFAULT,
 ) -> list[Run]:
     """Return the runs to be measured.
 
     Args:
-        paths: configurations; the first one is the base.
-        settings: values by dotted name, for all configurations.
-        variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
-        names: models of the base; None means ``DEFAULT``, or the base's own if there are other
-            configurations.
+        path: the configuration.
+        settings: values by dotted name, for all runs.
+        variants: ``NAME:KEY=VALUE,...``, settings on top of the configuration.
+        names: models.
 
     Raises:
         ValueError: a configuration is not valid, or two runs have the same name.
     """
-    file, base = load_config(paths[0]), load_config(paths[0], settings)
-    if names is None:
-        names = DEFAULT if len(paths) == 1 else (base.model.attention,)
+    file, base = load_config(path), load_config(path, settings)
     found = [Run(name, model_of(base, name), file) for name in names]
-    for path in paths[1:]:
-        found.append(Run(path.stem, load_config(path, settings), load_config(path), base))
     for text in variants:
         name, changes = split_variant(WHERE, text)
-        found.append(Run(name, load_config(paths[0], {**settings, **changes}), file, base))
+        found.append(Run(name, load_config(path, {**settings, **changes}), file, base))
     taken = [*PROVIDERS, *(run.name for run in found if run.base is not None)]
     rule = "differ from those of other runs and models"
     check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
@@ -295,7 +290,7 @@ def bench_train(
 
     Args:
         runs: the runs.
-        shape: name of the first configuration, for rows.
+        shape: name of the configuration, for rows.
         seqs: lengths S; None keeps the configuration's.
         tokens: tokens of an optimizer step.
         micro_batch: maximum sequences of one forward and backward.

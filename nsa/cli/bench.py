@@ -70,7 +70,7 @@ def attention(
 
 def train(
     *,
-    config: tuple[str, ...] = ("78m",),
+    config: str = "78m",
     variant: list[str] | None = None,
     provider: str | None = None,
     seqs: str | None = None,
@@ -93,16 +93,14 @@ def train(
     part of it in which nothing else runs. For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
       nsa bench train --config 78m --tokens 65536 --micro-batch 32 --provider nsa,dense
-      nsa bench train --config 78m other.yaml            (A/B of two configurations)
       nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
       torchrun --standalone --nproc-per-node 2 -m nsa bench train --provider nsa --out rows.jsonl
 
     Args:
-        config: configuration; with several, the others are compared with the first
-        variant: NAME:KEY=VALUE,...: the first configuration with other settings; may be given
-            several times
-        provider: nsa, dense, dense-matched (default all; with several configurations the first's
-            own), dense-unmasked (across documents)
+        config: configuration
+        variant: NAME:KEY=VALUE,...: the configuration with other settings; may be given several
+            times
+        provider: nsa, dense, dense-matched (default all), dense-unmasked (across documents)
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
         micro_batch: most sequences of one forward and backward
@@ -111,18 +109,17 @@ def train(
         steps: timed steps
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
-        settings: of all configurations
+        settings: of all runs
     """
     from nsa.bench.cases import MODES
-    from nsa.bench.train import PROVIDERS, bench_train, find_runs
+    from nsa.bench.train import DEFAULT, PROVIDERS, bench_train, find_runs
 
     _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
     _in_range("nsa bench train", 0, warmup=warmup)
-    paths = [Path(path) for path in config]
-    names = None if provider is None else _words("--provider", provider, PROVIDERS)
+    names = DEFAULT if provider is None else _words("--provider", provider, PROVIDERS)
     return bench_train(
-        find_runs(paths, settings, variant or [], names),
-        configs.name_in_rows(paths[0]),
+        find_runs(Path(config), settings, variant or [], names),
+        configs.name_in_rows(Path(config)),
         seqs=[None] if seqs is None else _lengths("--seqs", seqs),
         tokens=tokens,
         micro_batch=micro_batch,

@@ -21,7 +21,6 @@ from nsa.bench.train import (
     communication_us,
     differences,
     fault_of,
-    find_runs,
     gate_config,
     measure_steps,
     rebatch,
@@ -261,14 +260,6 @@ def test_a_run_that_ends_early_says_why(
 
 
 # --- What is run
-def test_two_configurations_side_by_side(tmp_path: Path) -> None:
-    paths = [write_config(tmp_path, "a"), write_config(tmp_path, "b", seed=3, optim={"lr": 0.01})]
-    first, second = find_runs(paths, {"steps": "7"})
-    assert (first.name, first.base, first.config.steps) == ("nsa", None, 7)
-    assert (second.name, second.base) == ("b", first.config)
-    assert differences(first.config, second.config) == {"seed": 3, "optim.lr": 0.01}
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
