@@ -38,7 +38,6 @@ _MEASURED = (
     "launches",
     "gpu_ms",
     "mib_read",
-    "of_copy",
     "peak_mib",
     "reserved_mib",
     "communication_ms",

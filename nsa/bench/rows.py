@@ -35,7 +35,7 @@ _DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention"
 _SPEEDS = ("tokens/s", "of one", "times dense")
 # Fields of older rows that no table shows.
 OLD_FIELDS = {"overlap", "compilations_after_5", "slowest_over_median", "host_ms_p50"}
-OLD_FIELDS |= {"first_step_s"}
+OLD_FIELDS |= {"first_step_s", "of_copy"}
 # Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
@@ -90,7 +90,6 @@ class Row:
     launches: int | None = None
     gpu_ms: float | None = None
     mib_read: float | None = None
-    of_copy: float | None = None
 
     @property
     def is_masked(self) -> bool:

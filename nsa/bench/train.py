@@ -468,7 +468,7 @@ def measure_steps(
             raise MeasuredError
 
     trainer = _train(config, processes, on_row=rows.append, on_step=on_step)
-    found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer").fields()
+    found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer")._asdict()
     tokens_per_s = steps * config.global_batch * config.seq_len / (ends[1] - ends[0])
     found |= _speed(config, tokens_per_s, "fwd_bwd", device)
     found["loss_nats"] = float(rows[-1]["loss_nats"]) if rows else None

@@ -28,7 +28,6 @@ def attention(
     case: str | None = None,
     provider: str | None = None,
     variant: list[str] | None = None,
-    recall: bool = False,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
@@ -38,7 +37,7 @@ def attention(
     attention and FlexAttention of PyTorch and with the reference. A result is compared with fp64 on
     sampled rows before it is timed; a wrong one gets no time, and the exit code is 1. For example
       nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
-      nsa bench attention --case attention.choice --variant fp8:score_precision=fp8 --recall
+      nsa bench attention --case attention.choice --variant fp8:score_precision=fp8
       nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 
     Args:
@@ -48,23 +47,22 @@ def attention(
         dtype: of the inputs
         choice: random, shared4, shared16
         case: for example attention,attention.window (default all)
-        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
+        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all)
         variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
-        recall: measure how much of the exact selection each finds (always if it is approximate)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
     from nsa.bench import attention as bench
     from nsa.bench.cases import CASES
 
-    words = bench.DEFAULT if provider is None else _words("--provider", provider, bench.PROVIDERS)
+    words = _words("--provider", provider, bench.PROVIDERS)
     variants = [bench.parse_variant(text) for text in variant or []]
     providers = [*(bench.PROVIDERS[name] for name in words), *variants]
     cases = _words("--case", case, CASES)
     points = _points(shape, seqs, tokens, dtype, choice)
     bench.check_machine(providers, points)
     results = _results(out, commit)
-    bench.bench_attention(results, points, providers, cases, recall=recall)
+    bench.bench_attention(results, points, providers, cases)
     return results.finish()
 
 
