@@ -1,8 +1,8 @@
-"""Trainings that show what models learn: the runner, and the tables and plots of their rows.
+"""Trainings that show what models learn: the runner, and the tables of their rows.
 
 ``python -m tools.evidence run`` trains every experiment of ``experiments.yaml``, runs the commands
 on it, and collects small files and a row; it continues what is not finished.
-``python -m tools.evidence report`` writes the tables and plots of the committed rows.
+``python -m tools.evidence report`` writes the tables of the committed rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
 import yaml
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from nsa.bench.report import markdown, table
 from nsa.lm.baseline import parameters_by_part
@@ -44,14 +40,8 @@ EXPERIMENTS = Path(__file__).with_name("experiments.yaml")
 BOOKS = "BOOKS"  # link to the prepared data in the folder in which everything runs
 COLLECTED = ("config.yaml", "environment.json", "events.jsonl", "sample.txt", "loss.png")
 # Models in the order of the tables; the first of a group is compared with all others.
-COLOURS = {
-    "nsa-shared": "#4477aa",
-    "nsa": "#66ccee",
-    "dense-equal-parameters": "#cc3311",
-    "dense-equal-width": "#ccbb44",
-}
+MODELS = ("nsa-shared", "nsa", "dense-equal-parameters", "dense-equal-width")
 DENSE = "dense-equal-parameters"
-DASHES = ("-", "--", ":", "-.")
 BITS, VALIDATION = "bits per byte", "val_bits_per_byte"
 SHOWN = (
     *("model", "seed", "parameters", "lr", "steps", "tokens", "val_bits_per_byte", "val_windows"),
@@ -69,9 +59,6 @@ SELECTED = (
 )
 
 Row = dict[str, Any]
-# Label, points and style of a line; labels of the axes, lines and settings of a plot.
-Line = tuple[str, Sequence[tuple[float, float]], Row]
-Panel = tuple[str, str, Sequence[Line], Row]
 
 
 # --- Runner
@@ -268,28 +255,19 @@ def read_group(rows: Path, group: str) -> list[Run]:
         )
         for path in sorted((rows / group).glob("**/row.json"))
     ]
-    return sorted(found, key=lambda run: (run.row["seed"], [*COLOURS].index(run.row["model"])))
+    return sorted(found, key=lambda run: (run.row["seed"], MODELS.index(run.row["model"])))
 
 
-def write_report(rows: Path, plots: Path) -> int:
-    """Write ``<group>.md`` beside the rows of every group, and its plots.
+def write_report(rows: Path) -> int:
+    """Write ``<group>.md`` beside the rows of every group.
 
     Args:
         rows: ``benchmarks/quality``, or a folder in its layout.
-        plots: folder of the plots.
     """
-    plots.mkdir(parents=True, exist_ok=True)
     for group in sorted({path.relative_to(rows).parts[0] for path in rows.glob("**/row.json")}):
         runs = read_group(rows, group)
-        if "rates" in group:
-            parts = sweep_tables(runs)
-        else:
-            parts = group_tables(runs)
-            parts += by_position(runs, plots / f"{group}-positions.png")
-            parts += selection_tables(runs)
-            draw_losses(plots / f"{group}-loss.png", runs)
-        if len(runs) == 1:
-            draw_layers(plots / f"{group}-layers.png", runs[0])
+        sweep = "rates" in group
+        parts = sweep_tables(runs) if sweep else [*group_tables(runs), *selection_tables(runs)]
         text = "\n\n".join([f"# {group}", "Made by `python -m tools.evidence report`.", *parts])
         (rows / f"{group}.md").write_text(f"{text}\n", encoding="utf-8")
     return 0
@@ -315,7 +293,9 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
     tables = {
         "Fields of the rows ([README](README.md)).": cells,
         PAIRED: differences(runs),
+        f"Validation during training, {BITS}, mean over seeds.": by_step(runs),
         f"Passages of 128 tokens that are repeated, {BITS}, mean over seeds.": by_distance(runs),
+        f"Test by tokens of context, {BITS}, mean over seeds.": by_position(runs),
     }
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
 
@@ -323,7 +303,7 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
 def pairs(runs: Sequence[Run]) -> dict[str, list[tuple[Run, Run]]]:
     """Runs of the first model with those of equal seeds, by the other model."""
     models = {run.row["model"] for run in runs}
-    first, *others = (name for name in COLOURS if name in models)
+    first, *others = (name for name in MODELS if name in models)
     seeds = {run.row["seed"]: run for run in runs if run.row["model"] == first}
     return {
         name: [
@@ -360,10 +340,28 @@ def differences(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
+def by_step(runs: Sequence[Run]) -> list[Row]:
+    """Validation losses during training of the first model and the dense one."""
+    chosen = pairs(runs).get(DENSE)
+    if not chosen:
+        return []
+    curves = [[run.validation() for run in runs] for runs in zip(*chosen, strict=True)]
+    steps = set.intersection(*({*curve} for model in curves for curve in model))
+    names = chosen[0][0].row["model"], DENSE
+    return [
+        {"step": step}
+        | {
+            name: fmean(curve[step][VALIDATION] for curve in model)
+            for name, model in zip(names, curves, strict=True)
+        }
+        for step in sorted(steps)
+    ]
+
+
 def by_distance(runs: Sequence[Run]) -> list[Row]:
     """Loss of repeated passages by the distance back to them."""
     found = list[Row]()
-    for model in COLOURS:
+    for model in MODELS:
         files = [run.folder / "repeats.json" for run in runs if run.row["model"] == model]
         repeats = [read_json(path)["repeats"] for path in files if path.exists()]
         for bins in zip(*repeats, strict=True):
@@ -402,34 +400,19 @@ def selection_tables(runs: Sequence[Run]) -> list[str]:
     return [SELECTED, *parts] if parts else []
 
 
-def by_position(runs: Sequence[Run], plot: Path) -> list[str]:
-    """Table and plot of the test losses by tokens of context, and differences to dense."""
+def by_position(runs: Sequence[Run]) -> list[Row]:
+    """Test losses by tokens of context, and differences to dense."""
     chosen = pairs(runs).get(DENSE)
     if not chosen:
         return []
     found, model = compared(chosen), chosen[0][0].row["model"]
     bins = [[folded(run["positions"]) for run in found[name]] for name in ("runs", "against")]
-    bits = np.array([[[x["bits_per_byte"] for x in one] for one in runs] for runs in bins])
-    ours, dense = bits.mean(1).tolist()
-    apart = bits[0] - bits[1]  # [seeds, bins]
-    rows = [
-        {"from": x["first"], "to": x["last"], model: a, DENSE: b, "difference": f"{c:+.4f}"}
-        for x, a, b, c in zip(bins[0][0], ours, dense, apart.mean(0), strict=True)
-    ]
-    curves: list[tuple[str, NDArray[Any], Row]] = [
-        (f"seed {one.row['seed']}", ys, {"linestyle": DASHES[n % len(DASHES)], "marker": "."})
-        for n, ((one, _), ys) in enumerate(zip(chosen, apart, strict=True))
-    ]
-    if len(apart) > 1:
-        curves.append(("mean", apart.mean(0), {"color": "#000000", "marker": "."}))
-    curves.append(("no difference", 0 * apart[0], {"color": "#888888", "linewidth": 0.8}))
-    starts = [x["first"] for x in bins[0][0]]
-    lines = [
-        (label, list(zip(starts, ys.tolist(), strict=True)), {"color": COLOURS[model], **style})
-        for label, ys, style in curves
-    ]
-    draw(plot, [("tokens of context", f"{model} minus dense, {BITS}", lines, {"xscale": "log"})])
-    return [f"Test by tokens of context, {BITS}, mean over seeds.", lines_of(rows)]
+    rows = list[Row]()
+    for n, one in enumerate(bins[0][0]):
+        ours, dense = (fmean(run[n]["bits_per_byte"] for run in runs) for runs in bins)
+        row = {"from": one["first"], "to": one["last"], model: ours, DENSE: dense}
+        rows.append(row | {"difference": f"{ours - dense:+.4f}"})
+    return rows
 
 
 def folded(bins: Sequence[Row]) -> list[Row]:
@@ -443,75 +426,6 @@ def folded(bins: Sequence[Row]) -> list[Row]:
     return [*before, pair[0] | {"last": last["last"], "bits_per_byte": bits}]
 
 
-def draw(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw panels side by side; the same rows give the same bytes."""
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    every = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (x_label, y_label, lines, settings) in zip(every, panels, strict=True):
-        for label, points, style in lines:
-            axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1.2, **style})
-        axes.set(xlabel=x_label, ylabel=y_label, **settings)
-        axes.grid(alpha=0.3)
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
-
-
-def points_of(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
-    """Points of the rows that have the field ``y``."""
-    return [(float(row[x]), float(row[y])) for row in rows if y in row]
-
-
-def draw_losses(path: Path, runs: Sequence[Run]) -> None:
-    """Validation over the second half of the tokens, and differences to the first model."""
-    if len(runs) == 1:
-        curves: list[Line] = [
-            (label, points_of(runs[0].metrics, "step", name), {"color": color})
-            for label, name, color in (
-                ("training", "bits_per_byte", "#bbbbbb"),
-                ("validation", VALIDATION, "#4477aa"),
-            )
-        ]
-        draw(path, [("optimizer steps", BITS, curves, {})])
-        return
-    late, apart = list[Line](), list[Line]()
-    seeds = sorted({run.row["seed"] for run in runs})
-    first = min((run.row["model"] for run in runs), key=[*COLOURS].index)
-    ours = {run.row["seed"]: run.validation() for run in runs if run.row["model"] == first}
-    for run in runs:
-        curve, seed, model = run.validation(), run.row["seed"], run.row["model"]
-        label, dashes = f"{model}, seed {seed}", DASHES[seeds.index(seed) % len(DASHES)]
-        style = {"color": COLOURS[model], "linestyle": dashes, "marker": "."}
-        end = max(row["tokens"] for row in curve.values())
-        half = [row for row in curve.values() if 2 * row["tokens"] >= end]
-        late.append((label, points_of(half, "tokens", VALIDATION), style))
-        gaps = [
-            (float(row["tokens"]), ours[seed][step][VALIDATION] - row[VALIDATION])
-            for step, row in curve.items()
-            if model != first and step in ours.get(seed, {})
-        ]
-        apart += [(label, gaps, style)] * bool(gaps)
-    difference = f"{first} minus it, same seed, {BITS}"
-    panels: list[Panel] = [("tokens, second half", f"validation, {BITS}", late, {})]
-    draw(path, [*panels, ("tokens", difference, apart, {})])
-
-
-def draw_layers(path: Path, run: Run) -> None:
-    """Gates and overlap of each layer, dark to light."""
-    names = {f"gate_{name}_mean": f"gate, {name}" for name in ("cmp", "slc", "win")}
-    names |= {"selected_overlap": "overlap with the query before"}
-    number = load_config(run.folder / "config.yaml").model.num_layers
-    shades = mpl.colormaps["viridis"].resampled(number + 1)  # the lightest is invisible
-    panels = list[Panel]()
-    for name, label in names.items():
-        columns = [points_of(run.metrics[::10], "step", f"{name}_layer_{n}") for n in range(number)]
-        lines = [
-            (f"layer {n}", points, {"color": shades(n), "linewidth": 0.8})
-            for n, points in enumerate(columns)
-        ]
-        panels.append(("optimizer steps", label, lines, {"ylim": (0, 1)}))
-    draw(path, panels)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 1 if an experiment failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.evidence", description=__doc__)
@@ -521,12 +435,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--out", type=Path, required=True, help="folder for everything")
     run.add_argument("--only", nargs="+", help="some experiments, such as 2k/nsa-1337, or groups")
     run.add_argument("--commit", help="commit to record if the checkout has no git")
-    report = commands.add_parser("report", help="write the tables and plots of the committed rows")
+    report = commands.add_parser("report", help="write the tables of the committed rows")
     report.add_argument("--rows", type=Path, default=Path("benchmarks/quality"), help="the rows")
-    report.add_argument("--plots", type=Path, default=Path("docs/results"), help="for the plots")
     options = parser.parse_args(arguments)
     if options.command == "report":
-        return write_report(options.rows, options.plots)
+        return write_report(options.rows)
     known = [*experiments()]
     chosen = [one for one in known if not options.only or {one.group, one.folder} & {*options.only}]
     if unknown := {*(options.only or ())} - {x for one in known for x in (one.group, one.folder)}:
