@@ -56,7 +56,7 @@ class Decoder:
         num_pages: see :class:`nsa.NSACache`.
 
     Attributes:
-        cache: the decode cache, for example for lengths and forks.
+        cache: the decode cache, for example for lengths.
     """
 
     def __init__(
