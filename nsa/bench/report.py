@@ -36,7 +36,6 @@ _MEASURED = (
     "tflops_useful",
     "tbps_useful",
     "launches",
-    "gpu_ms",
     "mib_read",
     "peak_mib",
     "reserved_mib",

@@ -33,7 +33,7 @@ _DENSE_OF = {
 _SPEEDS = ("tokens/s", "of one", "times dense")
 # Fields of older rows that no table shows.
 OLD_FIELDS = {"overlap", "compilations_after_5", "slowest_over_median", "host_ms_p50"}
-OLD_FIELDS |= {"first_step_s", "of_copy"}
+OLD_FIELDS |= {"first_step_s", "of_copy", "gpu_ms"}
 # Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
@@ -86,7 +86,6 @@ class Row:
     exposed_ms: float | None = None
     idle_ms: float | None = None
     launches: int | None = None
-    gpu_ms: float | None = None
     mib_read: float | None = None
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,13 +95,11 @@ class Run(NamedTuple):
         name: provider in rows.
         config: the run.
         file: its unchanged configuration file.
-        base: the file with the settings of all runs, from which a variant differs.
     """
 
     name: str
     config: TrainConfig
     file: TrainConfig
-    base: TrainConfig | None = None
 
 
 def find_runs(
@@ -122,11 +120,11 @@ def find_runs(
         ValueError: a configuration is not valid, or two runs have the same name.
     """
     file, base = load_config(path), load_config(path, settings)
-    found = [Run(name, model_of(base, name), file) for name in names]
+    found, taken = [Run(name, model_of(base, name), file) for name in names], [*PROVIDERS]
     for text in variants:
         name, changes = split_variant(WHERE, text)
-        found.append(Run(name, load_config(path, {**settings, **changes}), file, base))
-    taken = [*PROVIDERS, *(run.name for run in found if run.base is not None)]
+        found.append(Run(name, load_config(path, {**settings, **changes}), file))
+        taken.append(name)
     rule = "differ from those of other runs and models"
     check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
     return found
@@ -315,14 +313,10 @@ def bench_train(
     check(fits, WHERE, "the machine", "have a CUDA GPU", "none", hint)
     measured = []
     for seq_len, run in itertools.product(seqs, runs):
-        resized = partial(
-            rebatch, seq_len=seq_len, tokens=tokens, micro_batch=micro_batch, world_size=size
-        )
-        config = resized(run.config)
+        config = rebatch(run.config, seq_len, tokens, micro_batch, size)
         check_run_fits(WHERE, config, device)
         row = {
             "provider": run.name,
-            "variant": run.base and differences(resized(run.base), config),
             "changed": differences(run.file, config),
             "seq_len": config.seq_len,
             "batch": config.global_batch,

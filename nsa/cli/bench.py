@@ -137,7 +137,7 @@ def host(
     """Measure what a layer costs the CPU.
 
     Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
-    idle, kernels launched, and the time that the GPU needs for them: a layer with bf16 weights,
+    idle, and kernels launched: a layer with bf16 weights,
     eager and compiled, compared with the attention layer of transformers' Llama (SDPA) in the same
     run. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For
     example
@@ -250,7 +250,6 @@ def tune(
     seqs: str = "2048,65536",
     kernel: str = "*",
     out: Path | None = None,
-    minutes: float | None = None,
 ) -> int:
     """Choose the tiles of the kernels for this GPU.
 
@@ -262,12 +261,11 @@ def tune(
         seqs: lengths S
         kernel: pattern of their names, for example window_attention_*
         out: table to write (default that of this GPU inside the package)
-        minutes: stop the search after this time; the best tiles so far are written
     """
     from nsa.bench.tune import bench_tune
 
     points = _points(shape, seqs, None, "bfloat16", "random")
-    return bench_tune(points, kernel=kernel, out=out, minutes=minutes)
+    return bench_tune(points, kernel=kernel, out=out)
 
 
 def report(
