@@ -97,7 +97,12 @@ def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkey
     assert "tiny/nsa-1: FAILED: nsa eval: exit code 2" in said
     asked = list[list[str]]()
     run = evidence.nsa
-    monkeypatch.setattr(evidence, "nsa", lambda words, *at: asked.append(words) or run(words, *at))
+
+    def noted(words: list[str], out: Path, log: Path) -> int:
+        asked.append(words)
+        return run(words, out, log)
+
+    monkeypatch.setattr(evidence, "nsa", noted)
     chosen = [replace(fails[1], commands={"test.json": commands["test.json"]})]
     assert evidence.run_all(chosen, lab / "books", out, "c0ffee") == 0
     assert asked[0] == ["train", "--resume", "runs/tiny-nsa-1"]  # of its last checkpoint
