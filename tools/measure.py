@@ -24,6 +24,7 @@ TRAIN = "bench train --config 78m"
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 MODELS = "--provider nsa,dense"
+ACROSS = "--variant dense-unmasked:model.attention=dense,data.document_mask=false"
 DENSE = "--provider nsa,dense-cudnn"
 SHARED = "--choice random,shared16"
 OPTIONS = " ".join(
@@ -70,8 +71,8 @@ MEASUREMENTS = {
         f"{TRAIN} --seqs 128,512 --tokens 65536 --micro-batch 512 {UNMASKED} {MODELS}",
     ],
     "shipped": [
-        f"{TRAIN} {MODELS},dense-unmasked",
-        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS},dense-unmasked",
+        f"{TRAIN} {MODELS} {ACROSS}",
+        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS} {ACROSS}",
     ],
     "memory": [f"{TRAIN} --cuda-graphs false {STEP} {NSA} {POLICIES}"],
     "decode": [

@@ -12,7 +12,6 @@ import torch
 
 from nsa.bench.rows import (
     STEP_SETTINGS,
-    UNMASKED,
     Row,
     RowIndex,
     index_rows,
@@ -121,7 +120,7 @@ def cells(row: Row, by: RowIndex) -> dict[str, str]:
     """
     several = row.num_gpus > 1
     ratios = {name: of_dense(row, by, field) for name, field in _OF_DENSE.items()}
-    for name in ("nsa", "llama", UNMASKED):
+    for name in ("nsa", "llama"):
         is_other = name != row.provider
         ratios[f"time of {name}"] = ratio(row, by, provider=name) if is_other else None
     ratios["speed of one GPU"] = of_one_gpu(row, by) if several else None
@@ -319,7 +318,7 @@ def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, float]]:
     """Newest ratio to dense of each kind, without dense rows."""
     by, found = index_rows(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
-        if row.provider == UNMASKED or is_dense(row):
+        if is_dense(row):
             continue
         settings = row.settings and tuple(row.settings.get(name) for name in STEP_SETTINGS)
         for what, name in (("time", "ms_p50"), ("memory", "peak_mib")):

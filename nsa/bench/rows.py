@@ -17,7 +17,6 @@ from nsa.errors import UserError
 from nsa.train import environment
 
 TARGETS = Path(__file__).with_name("targets.json")
-UNMASKED = "dense-unmasked"  # training with dense attention across documents
 # Dense attention of a decode step.
 DENSE_DECODE = ("dense-cudnn", "dense-fa2", "dense-scan")
 # Ratios to dense use the fastest of these providers; other cases use _DENSE in case `attention`.

@@ -33,7 +33,6 @@ from nsa.bench.clock import (
 )
 from nsa.bench.gate import judge_module, module_results
 from nsa.bench.report import Results
-from nsa.bench.rows import UNMASKED
 from nsa.errors import check
 from nsa.lm.baseline import dense_of_equal_size
 from nsa.lm.flops import flops_per_token
@@ -58,8 +57,7 @@ from nsa.train.watch.out_of_memory import (
 )
 
 WHERE = "nsa bench train"
-PROVIDERS = ("nsa", "dense", "dense-matched", UNMASKED)
-DEFAULT = PROVIDERS[:3]
+PROVIDERS = ("nsa", "dense", "dense-matched")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in rows
 LOG_EVERY = 20  # maximum steps between rows of metrics
 PROFILED_STEPS = 3
@@ -106,7 +104,7 @@ def find_runs(
     path: Path,
     settings: Mapping[str, str],
     variants: Sequence[str] = (),
-    names: Sequence[str] = DEFAULT,
+    names: Sequence[str] = PROVIDERS,
 ) -> list[Run]:
     """Return the runs to be measured.
 
@@ -134,8 +132,6 @@ def model_of(base: TrainConfig, name: str) -> TrainConfig:
     """Return the run with another model, a member of ``PROVIDERS``."""
     if name == "dense-matched":
         return replace(base, model=dense_of_equal_size(base.model))
-    if name == UNMASKED:
-        base = replace(base, data=replace(base.data, document_mask=False))
     return replace(base, model=replace(base.model, attention="nsa" if name == "nsa" else "dense"))
 
 

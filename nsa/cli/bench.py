@@ -97,7 +97,7 @@ def train(
         config: configuration
         variant: NAME:KEY=VALUE,...: the configuration with other settings; may be given several
             times
-        provider: nsa, dense, dense-matched (default all), dense-unmasked (across documents)
+        provider: nsa, dense, dense-matched (default all)
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
         micro_batch: most sequences of one forward and backward
@@ -107,11 +107,11 @@ def train(
         commit: commit to record if the checkout has no git
         settings: of all runs
     """
-    from nsa.bench.train import DEFAULT, PROVIDERS, bench_train, find_runs
+    from nsa.bench.train import PROVIDERS, bench_train, find_runs
 
     _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
     _in_range("nsa bench train", 0, warmup=warmup)
-    names = DEFAULT if provider is None else _words("--provider", provider, PROVIDERS)
+    names = _words("--provider", provider, PROVIDERS)
     return bench_train(
         find_runs(Path(config), settings, variant or [], names),
         configs.name_in_rows(Path(config)),
@@ -142,13 +142,13 @@ def host(
     run. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For
     example
       nsa bench host --out benchmarks/host/mine.jsonl
-      nsa bench host --mode compiled,reduce_overhead --tokens 2048
+      nsa bench host --mode compiled --tokens 2048
 
     Args:
         shape: seed, wide, paper or HqxHkvxDxDv
         tokens: tokens, one sequence each
         provider: nsa, llama (default both)
-        mode: fwd, fwd_bwd, compiled, reduce_overhead (default all)
+        mode: fwd, fwd_bwd, compiled (default all)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """

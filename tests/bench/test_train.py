@@ -115,15 +115,6 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
     assert (row.seq_len, row.batch) == (64, 4)
 
 
-def test_the_unmasked_dense_model(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, rows = run(path, "--provider nsa,dense,dense-unmasked --seed 3")
-    found = [(row.provider, row.is_masked, row.batch) for row in rows]
-    assert found == [("nsa", True, 2), ("dense", True, 2), ("dense-unmasked", False, 2)]
-    assert rows[2].changed == {"seed": 3, "model.attention": "dense", "data.document_mask": False}
-    text = capsys.readouterr().out
-    assert f"{(rows[0].ms_p50 or 0) / (rows[2].ms_p50 or 1):.3g}" in text
-
-
 def test_a_step_lasts_until_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps under the profiler and before it are not timed."""
     train_step = Trainer.train_step
