@@ -123,13 +123,15 @@ def test_evaluation_and_generation(config, nsa, refusal, monkeypatch):
 BENCH = "bench train --config tiny.yaml --provider nsa --device"
 
 
-def test_bench_train(config, nsa, monkeypatch):
-    """A row contains the reason, and other models are measured."""
-    monkeypatch.setattr(train, "measure_steps", no_memory)
+@pytest.mark.parametrize("where", ["measure_steps", "measure_forward"])
+def test_bench_train(config, nsa, monkeypatch, where):
+    """A row contains the reason; earlier measurements stay, and other models are measured."""
+    monkeypatch.setattr(train, where, no_memory)
     nsa(f"{BENCH} cpu --steps 2 --warmup 1 --out rows.jsonl")
-    (row,) = read_rows([Path("rows.jsonl")])
+    step, forward = read_rows([Path("rows.jsonl")])
     why = "not run: out of memory; 2.50 GiB more were asked for. Give --micro-batch 3"
-    assert (row.ms_p50, row.note) == (None, why)
+    assert (forward.ms_p50, forward.note) == (None, why)
+    assert step.note == (why if where == "measure_steps" else None)
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def test_bench_train_wants_a_gpu_unless_it_is_told_otherwise(config, refusal, mo
 
 def test_sigterm_ends_a_benchmark_at_once(config):
     """Its run, in a folder of its own, writes no checkpoint first."""
-    words = "--provider nsa --device cpu --warmup 1 --steps 100000"
+    words = "--provider nsa --device cpu --warmup 1 --steps 100000 --mode fwd_bwd"
     given, folder = ("bench", "train", "--config", config, *words.split()), config.parent
     with Nsa(*given, said=folder / "said", env={"TMPDIR": str(folder)}) as run:
         run.wait_until(lambda: any(rows.read_text() for rows in folder.glob("*/run/metrics.jsonl")))
