@@ -26,7 +26,7 @@ from nsa.train.load import load_config
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
-from tests.acceptance import programs
+from tests.acceptance import foreign_model, programs
 from tests.acceptance.checks import (
     COMMITTED,
     LOSS_WITHIN,
@@ -277,7 +277,7 @@ def command(text: str, *files: str, says: str = "") -> Callable[[Setting], list[
     return check
 
 
-# ------------------------------------------------------------------------------------------ export
+# ---------------------------------------------------------------------- export and a foreign model
 
 
 def loaded(setting: Setting) -> list[str]:
@@ -327,6 +327,15 @@ def compare_export(
     return note, [fault for fault, is_found in faults.items() if is_found]
 
 
+def foreign(setting: Setting) -> list[str]:
+    """Train the module in another decoder, eager and compiled."""
+    cuda = torch.device("cuda")
+    figures, remarks, faults = foreign_model.measure(foreign_model.FULL, cuda, "inductor")
+    setting.figures |= figures
+    setting.remarks += remarks
+    return faults
+
+
 # --------------------------------------------------------------------------------------- the table
 
 _GENERATE = "generate {run} --prompt 'def ' --max-new-tokens 64"
@@ -363,6 +372,7 @@ CASES = (
     _train("78m-shared-dense", 50, 2),
     _train("117m-fineweb", 90, 2),
     _train("117m-fineweb-dense", 60, 2),
+    Case("foreign model", foreign, 110, 2, quick=True),
     _train("1b", 300, 3, num_gpus=2),
     _train("1b-dense", 280, 4, num_gpus=2),
 )

@@ -8,10 +8,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from nsa import configs
 from nsa.train.load import load_config
-from tests.acceptance import cases
+from tests.acceptance import cases, foreign_model
 from tests.acceptance.cases import CASES, Case, Setting
 from tests.acceptance.checks import (
     COMMITTED,
@@ -98,7 +100,7 @@ def test_the_table_has_every_configuration_once_and_in_order():
     for case in trained:
         assert max(case.num_gpus, 1) == load_config(case.config).world_size, case.name
     quick = {case.config for case in CASES if case.quick}
-    assert quick == {"78m", "78m-shared", "117m", "gpu-small"}
+    assert quick == {"78m", "78m-shared", "117m", "gpu-small", ""}
     for leg in range(1, 5):
         assert sum(case.expected_s for case in CASES if case.leg == leg) < 540, leg
 
@@ -175,3 +177,29 @@ def test_make_passes_its_words_on():
     words = ["make", "-n", "accept", f"PYTHON={sys.executable}", "QUICK=1", "LEG=2", "ARGS=--out x"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert '-m "acceptance and quick and leg2" --out x' in done.stdout
+
+
+# --------------------------------------------------------------------------------- a foreign model
+
+
+class WrongWhenCompiled(nn.Module):
+    """Mean of all tokens so far, with a different result and a fixed length when compiled."""
+
+    def __init__(self, width: int, config: object) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
+        return y + (0.5 * x if torch.compiler.is_compiling() and f"{x.shape[1]}" else 0.0)
+
+
+def test_a_foreign_model_is_judged(monkeypatch):
+    monkeypatch.setattr(foreign_model, "NativeSparseAttention", WrongWhenCompiled)
+    warmup = ((4, 64), (3, 96), (2, 80), (1, 64), (1, 128), (1, 48))
+    config = load_config("cpu-small").model.nsa
+    size = foreign_model.Size(16, 1, config, warmup, ((2, 128), (1, 100)), 1)
+    figures, _, faults = foreign_model.measure(size, torch.device("cpu"), "eager")
+    assert faults[0] == "2 recompilations, the first for tokens [2, 129]"
+    assert faults[1].startswith("compiled, it is 0.")
+    assert figures["compilations_after_5"] == 2
