@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import math
+import random
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,11 +40,12 @@ from tests.acceptance.checks import (
     Row,
     apart,
     committed_loss,
+    differences,
     figures_of,
     read_rows,
     training_faults,
 )
-from tests.acceptance.programs import NSA, last_lines, say
+from tests.acceptance.programs import NSA, last_lines, say, start, wait
 from tests.acceptance.shards import make_shards
 
 # Models that need two GPUs run fewer steps, so that a leg takes at most nine minutes.
@@ -50,6 +55,14 @@ COMPILATION = '"kind": "compilation"'  # event: a step compiled after the first 
 # The exported and the trained model compute in fp32 with the same operators.
 MAX_LOGIT_DIFFERENCE = 1e-4
 PROMPT_TOKENS, NEW_TOKENS = 300, 64
+RESUMED_STEPS, CHECKPOINTS = 120, 6
+EVERY = RESUMED_STEPS // CHECKPOINTS
+WITHIN_NATS = 2e-4  # two processes sum in a different order
+# One row of metrics per step, and evaluations between the checkpoints.
+RESUMED = (
+    f"--steps {RESUMED_STEPS} --log-every 1 --sample-tokens 0 --checkpoint-every {EVERY} "
+    f"--keep-checkpoints {CHECKPOINTS} --eval-every {EVERY + EVERY // 2} --eval-windows 4"
+).split()
 
 
 @dataclass(frozen=True)
@@ -112,10 +125,10 @@ class Setting:
         # A case may take three times as long as on an H200.
         self.limit_s = max(3 * self.case.expected_s, 90.0)
 
-    def run(
+    def start(
         self, words: Sequence[str], log: Path | None = None, caches: Path | None = None
-    ) -> list[str]:
-        """Run a program until it ends, and return its faults.
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """Start a program, see :func:`tests.acceptance.programs.start`.
 
         Args:
             words: command line.
@@ -124,7 +137,14 @@ class Setting:
         """
         folder = caches or self.out / "caches"
         env = {name: str(folder / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        return programs.run(words, log or self.log, env, self.limit_s)
+        return start(words, log or self.log, env)
+
+    def run(
+        self, words: Sequence[str], log: Path | None = None, caches: Path | None = None
+    ) -> list[str]:
+        """Run a program until it ends, and return its faults."""
+        with self.start(words, log, caches) as process:
+            return wait(process, log or self.log, self.limit_s)
 
     def faults(self, committed: Path = COMMITTED) -> list[str]:
         """Run the case in an empty folder, and compare its last loss with the committed one."""
@@ -277,6 +297,82 @@ def command(text: str, *files: str, says: str = "") -> Callable[[Setting], list[
     return check
 
 
+# -------------------------------------------------------------------------------------- resumption
+
+
+def kill_steps(rng: random.Random) -> tuple[int, int]:
+    """Choose two steps to kill at, each after two checkpoints of which the first is complete."""
+    return rng.randint(2 * EVERY + 1, 3 * EVERY), rng.randint(4 * EVERY + 1, 5 * EVERY)
+
+
+def killed_and_resumed(setting: Setting) -> list[str]:
+    """Kill a run with SIGKILL at two random steps; it must equal an uninterrupted run bit for bit.
+
+    Both runs train at the same time.
+    """
+    whole, killed, log = (setting.folder / name for name in ("whole", "killed", "whole.txt"))
+    kills, config = kill_steps(random.Random()), setting.case.config
+    words = [*train_words(1), config, "--run-dir", str(killed), *RESUMED]
+    with setting.start([*train_words(1), config, "--run-dir", str(whole), *RESUMED], log) as other:
+        for step in kills:
+            with setting.start(words) as process:
+                if faults := wait_for_step(process, killed, step, setting.limit_s):
+                    return faults
+                process.kill()  # not its children, which exit by themselves
+                process.wait()
+            say(f"    killed at step {step}")
+            words = [*train_words(1), "--resume", str(killed)]
+        faults = [f"the resumed run: {fault}" for fault in setting.run(words)]
+        faults += [f"the uninterrupted run: {fault}" for fault in wait(other, log, setting.limit_s)]
+    note = f"{RESUMED_STEPS} steps, killed at steps {kills[0]} and {kills[1]}"
+    return faults or compare_losses(setting, note, whole, killed, 0.0)
+
+
+def wait_for_step(
+    process: subprocess.Popen[bytes], run: Path, step: int, limit_s: float
+) -> list[str]:
+    """Wait until a run has reached a step and has a checkpoint; return faults otherwise."""
+    end = time.monotonic() + limit_s
+    while process.poll() is None and time.monotonic() < end:
+        rows = read_rows(run / "metrics.jsonl")
+        if rows and rows[-1]["step"] >= step and list_checkpoints(run / "checkpoints"):
+            return []
+        time.sleep(0.02)
+    return [f"did not reach step {step}: exit code {process.poll()}"]
+
+
+def resumed_on_two(setting: Setting) -> list[str]:
+    """Resume a run on two GPUs from the middle of a run on one: losses equal within rounding."""
+    whole, two, log = (setting.folder / name for name in ("whole", "two", "whole.txt"))
+    words = [*train_words(1), setting.case.config, "--run-dir", str(whole), *RESUMED]
+    if faults := setting.run(words, log):
+        return [f"on one GPU: {fault}" for fault in faults]
+    shutil.copytree(whole, two)
+    for path in list_checkpoints(two / "checkpoints")[CHECKPOINTS // 2 :]:
+        shutil.rmtree(path)
+    config = load_config(setting.case.config)
+    halved = changes(config, world_size=2, accumulation=config.accumulation // 2)
+    faults = setting.run([*train_words(2), "--resume", str(two), *halved])
+    note = f"{RESUMED_STEPS} steps"
+    return [f"on two GPUs: {fault}" for fault in faults] or compare_losses(
+        setting, note, whole, two, WITHIN_NATS
+    )
+
+
+def compare_losses(
+    setting: Setting, note: str, whole: Path, other: Path, within: float
+) -> list[str]:
+    """Return the faults of a resumed run; if there are none, remove the large checkpoints."""
+    rows = read_rows(whole / "metrics.jsonl")
+    faults = differences(rows, read_rows(other / "metrics.jsonl"), within=within)
+    for run in (whole, other) if not faults else ():
+        shutil.rmtree(run / "checkpoints")
+    losses = [row["loss_nats"] for row in rows]
+    setting.figures |= {"loss_first": losses[0], "loss_last": losses[-1]}
+    setting.remarks.append(note)
+    return faults
+
+
 # ---------------------------------------------------------------------- export and a foreign model
 
 
@@ -372,7 +468,9 @@ CASES = (
     _train("78m-shared-dense", 50, 2),
     _train("117m-fineweb", 90, 2),
     _train("117m-fineweb-dense", 60, 2),
+    Case("78m: killed and resumed", killed_and_resumed, 70, 2, "78m", quick=True),
     Case("foreign model", foreign, 110, 2, quick=True),
     _train("1b", 300, 3, num_gpus=2),
     _train("1b-dense", 280, 4, num_gpus=2),
+    Case("78m: resumed on two GPUs", resumed_on_two, 110, 5, "78m", num_gpus=2),
 )

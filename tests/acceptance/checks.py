@@ -145,3 +145,26 @@ def apart(name: str, found: float | None, expected: float | None, within: float)
     off = found / expected - 1
     rule = f"{name} is {off:+.1%} from {expected:.5g}, {within:.0%} are allowed"
     return [] if abs(off) <= within else [rule]
+
+
+def differences(expected: Metrics, found: Metrics, *, within: float) -> list[str]:
+    """Differences between the losses of two runs.
+
+    Args:
+        expected: rows of metrics of the uninterrupted run.
+        found: rows of metrics of the resumed run.
+        within: largest allowed difference, nats.
+    """
+    if [row["step"] for row in expected] != [row["step"] for row in found]:
+        return [f"{len(found)} of {len(expected)} rows"]
+    off = [
+        (abs(row[name] - other[name]), f"{name} of step {row['step']}")
+        for row, other in zip(expected, found, strict=True)
+        for name in ("loss_nats", "val_loss_nats")
+        if name in row
+    ]
+    far = [one for one in off if not one[0] <= within]
+    if not far:
+        return []
+    largest = f"up to {max(far)[0]:.3g} nats"
+    return [f"{len(far)} of {len(off)} losses differ, from {far[0][1]}: {largest}"]

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,17 +23,16 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def run(words: Sequence[str], log: Path, env: Mapping[str, str], limit_s: float) -> list[str]:
-    """Run a program until it ends, and regularly print the last line of its log.
+@contextmanager
+def start(
+    words: Sequence[str], log: Path, env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Context manager: start a program; stop it and all its children on exit.
 
     Args:
         words: command line.
         log: file to which the command line and the output are appended.
         env: environment variables in addition to those of this process.
-        limit_s: seconds after which the program is stopped.
-
-    Returns:
-        Faults: a nonzero exit code, or the time limit if the program was stopped.
     """
     # Drop the options of make, which a child make would read.
     inherited = {
@@ -51,15 +50,8 @@ def run(words: Sequence[str], log: Path, env: Mapping[str, str], limit_s: float)
             stderr=subprocess.STDOUT,
             start_new_session=True,  # allows signals to the whole group
         )
-    begin = time.monotonic()
     try:
-        while (passed := time.monotonic() - begin) < limit_s:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(min(PROGRESS_S, limit_s - passed))
-                return [f"exit code {code}"] if code else []
-            newest = last_lines(log, 1) or [""]
-            say(f"    {time.monotonic() - begin:4.0f} s  {newest[0][:100]}")
-        return [f"exceeded its limit of {limit_s:.0f} s"]
+        yield process
     finally:
         stop(process)
 
@@ -73,6 +65,23 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def wait(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> list[str]:
+    """Wait until a program ends, and regularly print the last line of its log.
+
+    Returns:
+        Faults: a nonzero exit code, or the time limit if the program was stopped.
+    """
+    begin = time.monotonic()
+    while (passed := time.monotonic() - begin) < limit_s:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(min(PROGRESS_S, limit_s - passed))
+            return [f"exit code {code}"] if code else []
+        newest = last_lines(log, 1) or [""]
+        say(f"    {time.monotonic() - begin:4.0f} s  {newest[0][:100]}")
+    stop(process)
+    return [f"exceeded its limit of {limit_s:.0f} s"]
 
 
 def last_lines(log: Path, count: int) -> list[str]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nsa.train.data.documents import corpus_files, stdlib_files
-from tests.acceptance.programs import NSA, last_lines, run
+from tests.acceptance.programs import NSA, last_lines, start, wait
 
 TRAIN_TOKENS, VALIDATION_FRACTION = 6_000_000, 0.03
 # Document lengths as in FineWeb: mostly some hundred tokens, a few very long, some of one line.
@@ -41,7 +41,8 @@ def make_shards(out: Path) -> Path:
     words = [*NSA, "data", "prepare", str(texts), "--out", str(shards)]
     words += ["--max-tokens", str(TRAIN_TOKENS)]
     words += ["--validation-fraction", str(VALIDATION_FRACTION)]
-    faults = run(words, log, {}, LIMIT_S)
+    with start(words, log, {}) as process:
+        faults = wait(process, log, LIMIT_S)
     assert not faults, f"nsa data prepare: {faults[0]}: {last_lines(log, 1)}"
     return shards
 

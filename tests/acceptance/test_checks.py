@@ -20,6 +20,7 @@ from tests.acceptance.checks import (
     apart,
     append_row,
     committed_loss,
+    differences,
     figures_of,
     read_rows,
     table,
@@ -89,6 +90,25 @@ def test_numbers_may_be_this_far_apart(found, fault):
     assert apart("the peak", found, 2900.0, 0.15) == [fault] * bool(fault)
 
 
+@pytest.mark.parametrize(
+    ("losses", "within", "fault"),
+    [
+        ((3.0, 2.0, 1.0), 0.0, ""),
+        ((3.0, 2.0, math.nextafter(1.0, 2.0)), 0.0, "1 of 3 losses differ, from loss_nats"),
+        ((3.0, 2.001, 1.01), 2e-4, "2 of 3 losses differ, from loss_nats of step 1: up to"),
+        ((3.0, math.nan, 1.0), 2e-4, "1 of 3 losses differ"),
+        ((3.0, 2.0), 0.0, "2 of 3 rows"),
+    ],
+)
+def test_losses_of_a_resumed_run_are_compared(losses, within, fault):
+    expected, found = (
+        [{"step": step, "loss_nats": x} for step, x in enumerate(values)]
+        for values in ((3.0, 2.0, 1.0), losses)
+    )
+    said = differences(expected, found, within=within)
+    assert [text[: len(fault)] for text in said] == [fault] * bool(fault)
+
+
 # --------------------------------------------------------------------------------------- the table
 
 
@@ -101,7 +121,7 @@ def test_the_table_has_every_configuration_once_and_in_order():
         assert max(case.num_gpus, 1) == load_config(case.config).world_size, case.name
     quick = {case.config for case in CASES if case.quick}
     assert quick == {"78m", "78m-shared", "117m", "gpu-small", ""}
-    for leg in range(1, 5):
+    for leg in range(1, 6):
         assert sum(case.expected_s for case in CASES if case.leg == leg) < 540, leg
 
 
@@ -131,13 +151,14 @@ def test_table_of_committed_rows():
 
 TINY = """
 import pytest
-from tests.acceptance.cases import Case, command, train
+from tests.acceptance.cases import Case, command, killed_and_resumed, train
 
 check = command("check {{run}}", says="everything agrees")
 CASES = [
     Case("tiny", train, 20, 1, {config!r}, num_gpus=0),
     Case("tiny: check", check, 9, 1, num_gpus=0),
     Case("tiny: no", command("check no-run"), 9, 1, num_gpus=0),
+    Case("tiny: killed", killed_and_resumed, 60, 1, {config!r}, num_gpus=0),
     Case("large", train, 9, 1, num_gpus=99),
 ]
 
@@ -151,7 +172,7 @@ def test_case(case, setting):
 
 @pytest.mark.faults
 def test_tiny_cases_go_through(tmp_path):
-    """Training, check and a failure, on this machine's CPU."""
+    """Training, check, a failure, SIGKILL and resumption, on this machine's CPU."""
     config = str(write_config(tmp_path, steps=400, sample_tokens=0))
     (tmp_path / "test_tiny.py").write_text(TINY.format(config=config))
     words = ["-m", "pytest", "-s", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
@@ -164,12 +185,12 @@ def test_tiny_cases_go_through(tmp_path):
         check=False,
     )
     rows = read_rows(tmp_path / "out/quick.jsonl")
-    assert [row["passed"] for row in rows] == [True, True, False], done.stdout
+    assert [row["passed"] for row in rows] == [True, True, False, True], done.stdout
     assert rows[0]["note"].startswith("added: --steps 60")
     assert rows[0]["tokens_per_s"] > 0
     assert "failed: exit code" in rows[2]["note"]
     assert "    | " in done.stdout
-    assert "1 failed, 2 passed, 1 skipped" in done.stdout
+    assert "1 failed, 3 passed, 1 skipped" in done.stdout
     assert table(rows) in done.stdout
 
 
