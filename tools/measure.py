@@ -23,7 +23,7 @@ TRAIN = "bench train --config 78m"
 # Whole sequences, so that the dense model uses the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
-MODELS = "--provider nsa,dense"
+MODELS = "--mode fwd_bwd --provider nsa,dense"
 ACROSS = "--variant dense-unmasked:model.attention=dense,data.document_mask=false"
 DENSE = "--provider nsa,dense-cudnn"
 SHARED = "--choice random,shared16"
@@ -74,7 +74,7 @@ MEASUREMENTS = {
         f"{TRAIN} {MODELS} {ACROSS}",
         f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS} {ACROSS}",
     ],
-    "memory": [f"{TRAIN} --cuda-graphs false {STEP} {NSA} {POLICIES}"],
+    "memory": [f"{TRAIN} --cuda-graphs false {STEP} --mode fwd_bwd {NSA} {POLICIES}"],
     "decode": [
         f"{DECODE}.attention",
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
@@ -82,8 +82,8 @@ MEASUREMENTS = {
     ],
     "host": ["bench host"],
     "switches": [
-        f"{TRAIN} {STEP} {NSA} {SWITCHES} {EAGER}",
-        f"{TRAIN} {NSA} {LAUNCHED} {WHOLE_GRAPH}",
+        f"{TRAIN} {STEP} --mode fwd_bwd {NSA} {SWITCHES} {EAGER}",
+        f"{TRAIN} --mode fwd_bwd {NSA} {LAUNCHED} {WHOLE_GRAPH}",
     ],
 }
 FOLDERS = ("memory", "host", "switches")

@@ -19,9 +19,11 @@ from nsa.bench.attention import missing_kernel, own, split_variant
 from nsa.bench.cases import CASES
 from nsa.bench.clock import (
     Fields,
+    Subject,
     elapsed_ms,
     gpu_events,
     kernel_fields,
+    measure,
     not_run,
     percentiles,
     profiled,
@@ -47,7 +49,7 @@ from nsa.train.load import load_config
 from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import Row as MetricsRow
-from nsa.train.telemetry.throughput import memory_row, peak_flops
+from nsa.train.telemetry.throughput import MIB, memory_row, peak_flops
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from nsa.train.watch.out_of_memory import (
     check_run_fits,
@@ -250,14 +252,14 @@ def _part_of(parameter: str) -> str:
     return next((part.partition(".")[0] for part in _PARTS if part in name), "head")
 
 
-def fault_of(config: TrainConfig, kernels: Sequence[str]) -> str | None:
+def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | None:
     """Reason why the profiled kernels are not those of the model's attention, or None."""
     if config.model.attention == "dense":
         parts = _DENSE_OF_DOCUMENTS if config.data.document_mask else ("cudnn",)
         ran = any(part in name.lower() for name in kernels for part in parts)
         return None if ran else f"no kernel with {' or '.join(parts)} in its name ran"
     cases = [CASES[name] for branch in config.model.nsa.branches for name in _BRANCH_CASES[branch]]
-    missing = [missing_kernel(own(kernels), case.kernels, "fwd_bwd") for case in cases]
+    missing = [missing_kernel(own(kernels), case.kernels, mode) for case in cases]
     foreign = [name for name in kernels if any(part in name.lower() for part in _FOREIGN_ATTENTION)]
     if foreign:
         missing.append(f"{foreign[0]} ran, which is attention of another library")
@@ -272,6 +274,7 @@ def bench_train(
     seqs: Sequence[int | None] = (None,),
     tokens: int | None = None,
     micro_batch: int | None = None,
+    modes: Sequence[str] = ("fwd", "fwd_bwd"),
     warmup: int = 20,
     steps: int = 40,
     out: Path | None = None,
@@ -285,6 +288,7 @@ def bench_train(
         seqs: lengths S; None keeps the configuration's.
         tokens: tokens of an optimizer step.
         micro_batch: maximum sequences of one forward and backward.
+        modes: ``fwd``, ``fwd_bwd``; several processes measure only ``fwd_bwd``.
         warmup: steps before the profiled ones.
         steps: timed steps.
         out: JSONL file to append to.
@@ -320,35 +324,47 @@ def bench_train(
         }
         measured.append((config, row))
     same: Fields = {"case": "train", "choice": "model", "shape": shape, "num_gpus": size}
+    modes = ["fwd_bwd"] if size > 1 else modes
     with join(launch, device) as processes:
         results = Results(out, device, commit) if processes.is_main else None
         for config, row in measured:
-            found = _measure(config, device, processes, (warmup, steps))
-            if results is not None:
-                results.add(**same, **row, mode="fwd_bwd", **found)
+            found = _measure(config, device, processes, modes, (warmup, steps))
+            for mode in ("fwd_bwd", "fwd"):
+                if results is not None and mode in modes:
+                    results.add(**same, **row, mode=mode, **found[mode])
         return 0 if results is None else results.finish()
 
 
 def _measure(
-    config: TrainConfig, device: torch.device, processes: Processes, counts: tuple[int, int]
-) -> Fields:
-    """Fields of a row."""
-    found = check_model(gate_config(config), device)
+    config: TrainConfig,
+    device: torch.device,
+    processes: Processes,
+    modes: Sequence[str],
+    counts: tuple[int, int],
+) -> dict[str, Fields]:
+    """Fields of the rows by mode."""
+    checked = check_model(gate_config(config), device)
+    found = dict.fromkeys(("fwd_bwd", "fwd"), checked)
     release_memory(device)
-    if processes.largest(not found["correct"])[0]:
+    if processes.largest(not checked["correct"])[0]:
         return found
     try:
         steps, trainer = measure_steps(config, device, *counts, processes)
-        found = _judged(trainer, {**found, **steps}, processes)
+        found["fwd_bwd"] = _judged(trainer, {**checked, **steps}, processes)
+        if "fwd" in modes:
+            found["fwd"] = checked
+            forward = measure_forward(trainer, checked, device)
+            found["fwd"] = {**forward, "settings": found["fwd_bwd"]["settings"]}
         del trainer
     except TrainingStoppedError as error:  # on all processes
-        found = verdict(False, note=str(error))
+        found = dict.fromkeys(found, verdict(False, note=str(error)))
     except RuntimeError as error:
         if not is_out_of_memory(error) or processes.world_size > 1:
             raise  # a bug, or other processes wait for this process
         micro_batch = smaller_micro_batch(config)
         hint = "" if micro_batch is None else f". Give --micro-batch {micro_batch}"
-        found = {**not_run(f"{memory_use(error)}{hint}"), "errors": found["errors"]}
+        failure = {**not_run(f"{memory_use(error)}{hint}"), "errors": checked["errors"]}
+        found = {mode: row if "ms_p50" in row else failure for mode, row in found.items()}
     release_memory(device)
     return found
 
@@ -371,7 +387,7 @@ def _judged(trainer: Trainer, found: Fields, processes: Processes) -> Fields:
     if processes.world_size > 1:
         nccl = {"nccl": environment.nccl(), "nccl_settings": communication_settings()}
         found["settings"] |= {**asdict(config.parallel), **nccl}
-    fault = fault_of(config, found["kernels"]) if "kernels" in found else None
+    fault = fault_of(config, found["kernels"], "fwd_bwd") if "kernels" in found else None
     if fault is None:
         return found
     kept = {name: found[name] for name in ("errors", "settings", "kernels", "kernel_us")}
@@ -444,7 +460,7 @@ def measure_steps(
     trainer = _train(config, processes, on_row=rows.append, on_step=on_step)
     found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer")._asdict()
     tokens_per_s = steps * config.global_batch * config.seq_len / (ends[1] - ends[0])
-    found |= _speed(config, tokens_per_s, device)
+    found |= _speed(config, tokens_per_s, "fwd_bwd", device)
     found["loss_nats"] = float(rows[-1]["loss_nats"]) if rows else None
     if on_gpu:
         memory = memory_row(device)
@@ -473,9 +489,41 @@ def _train(config: TrainConfig, processes: Processes, **given: Any) -> Trainer:
     return trainer
 
 
-def _speed(config: TrainConfig, tokens_per_s: float, device: torch.device) -> Fields:
+def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> Fields:
+    """Return the fields of a row of the forward pass and loss of one step's tokens.
+
+    Peak memory is that of weights and forward pass.
+
+    Args:
+        trainer: returned by :func:`measure_steps`.
+        checked: verdict about the model.
+        device: the device of the run.
+    """
+    config = trainer.config
+    batches = [batch.to(device) for batch in trainer.next_batches()]
+    trainer.state.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def forward() -> None:
+        with autocast(device, config.compute_dtype):
+            for batch in batches:
+                trainer.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
+
+    fault = partial(fault_of, config, mode="fwd")
+    work = {"tokens": config.global_batch * config.seq_len}
+    subject = Subject(forward, lambda: checked, fault, lambda: work, capture=False)
+    found = measure(lambda: subject, device)
+    if found.get("peak_mib") is not None:
+        found["peak_mib"] += sum(weight.nbytes for weight in trainer.model.parameters()) / MIB
+    if "tokens_per_s" in found:
+        found |= _speed(config, found["tokens_per_s"], "fwd", device)
+    return found
+
+
+def _speed(config: TrainConfig, tokens_per_s: float, mode: str, device: torch.device) -> Fields:
     """Row fields of a speed in tokens/s over all processes."""
-    flops = tokens_per_s * flops_per_token(config.model, config.seq_len)
+    passes = 1 if mode == "fwd_bwd" else 3  # a training token counts as three forward passes
+    flops = tokens_per_s * flops_per_token(config.model, config.seq_len) / passes
     peak = peak_flops(device, config.compute_dtype)
     mfu = None if peak is None else flops / peak / config.world_size
     return {"tokens_per_s": tokens_per_s, "tflops_useful": flops / 1e12, "mfu": mfu}

@@ -74,6 +74,7 @@ def train(
     seqs: str | None = None,
     tokens: int | None = None,
     micro_batch: int | None = None,
+    mode: str = "fwd,fwd_bwd",
     warmup: int = 20,
     steps: int = 40,
     out: Path | None = None,
@@ -83,7 +84,7 @@ def train(
     """Measure training steps, on one GPU or several.
 
     Steps of a configuration by the trainer itself, on the text that it names: tokens/s, step time,
-    MFU, memory. It is compared with the dense model, and with a dense
+    MFU, memory; and the forward pass alone. It is compared with the dense model, and with a dense
     model whose MLP is widened to as many parameters. Loss and gradients are compared with the fp64
     reference first; a wrong model gets no time, and the exit code is 1. Under torchrun the global
     batch is divided among the processes, and the time of NCCL's kernels is measured too, with the
@@ -101,12 +102,14 @@ def train(
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
         micro_batch: most sequences of one forward and backward
+        mode: fwd, fwd_bwd; under torchrun fwd_bwd alone
         warmup: steps before the timed ones
         steps: timed steps
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
         settings: of all runs
     """
+    from nsa.bench.cases import MODES
     from nsa.bench.train import PROVIDERS, bench_train, find_runs
 
     _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
@@ -118,6 +121,7 @@ def train(
         seqs=[None] if seqs is None else _lengths("--seqs", seqs),
         tokens=tokens,
         micro_batch=micro_batch,
+        modes=_words("--mode", mode, MODES),
         warmup=warmup,
         steps=steps,
         out=out,

@@ -65,7 +65,7 @@ def run(path: Path, words: str = "") -> tuple[int, list[Row]]:
     return code, read_rows([out])
 
 
-NSA_STEPS = "--provider nsa"
+NSA_STEPS = "--provider nsa --mode fwd_bwd"
 
 
 def test_sparse_and_dense_models_in_one_run(
@@ -75,7 +75,8 @@ def test_sparse_and_dense_models_in_one_run(
     code, rows = run(path, "--variant split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
     names = ("nsa", "dense", "dense-matched", "split")
-    assert [(row.provider, row.mode) for row in rows] == [(name, "fwd_bwd") for name in names]
+    expected = [(name, mode) for name in names for mode in ("fwd_bwd", "fwd")]
+    assert [(row.provider, row.mode) for row in rows] == expected
     assert len({row.run_id for row in rows}) == 1
     for row in rows:
         assert row.correct is True
@@ -83,9 +84,9 @@ def test_sparse_and_dense_models_in_one_run(
         assert point == ("train", "tiny", "model", 64, 2, "float32")
         assert None not in (row.ms_p20, row.ms_p50, row.ms_p80, row.tokens_per_s, row.tflops_useful)
         assert (row.mfu, row.peak_mib, row.gpu) == (None, None, None)
-        assert row.loss_nats is not None
+        assert (row.loss_nats is None) == (row.mode == "fwd")
         assert set(row.errors) >= {"loss", "dattention", "dmlp", "dembedding", "dhead"}
-    settings, matched = rows[0].settings or {}, rows[2].settings or {}
+    settings, matched = rows[0].settings or {}, rows[4].settings or {}
     (line,) = re.findall(r"^\| `settings` \|.*", (ROOT / "docs/benchmarks.md").read_text(), re.M)
     assert set(re.findall(r"`(\w+)`", line)) == {"settings", *settings}
     given = {"telemetry": True, "grad_clip": 0.5, "log_every": 2, "document_mask": True}
@@ -93,7 +94,7 @@ def test_sparse_and_dense_models_in_one_run(
     variant = {"loss_chunk": 32, "optim.betas": [0.9, 0.95]}
     dense = {"model.attention": "dense"}
     wider = {**dense, "model.mlp_hidden_size": matched["mlp_hidden_size"]}
-    assert [row.changed for row in rows] == [{}, dense, wider, variant]
+    assert [row.changed for row in rows[::2]] == [{}, dense, wider, variant]
     assert "time of dense" in capsys.readouterr().out
 
 
@@ -168,7 +169,7 @@ def test_a_wrong_model_gets_no_time(
     code, rows = run(path, "--provider nsa")
     assert code == 1
     figures = [(row.correct, row.ms_p50, row.tokens_per_s) for row in rows]
-    assert figures == [(False, None, None)]
+    assert figures == [(False, None, None)] * 2
     assert str(rows[0].note).startswith(why)
 
 
@@ -191,7 +192,7 @@ def test_steps_that_are_not_finite_get_no_figure(
         return train_step(self, *args) * torch.tensor([torch.inf, 1, 1]) + torch.tensor([0, 0, 1])
 
     monkeypatch.setattr(Trainer, "train_step", overflow)
-    code, (row,) = run(path, "--provider dense")
+    code, (row,) = run(path, "--provider dense --mode fwd_bwd")
     assert (code, row.correct, row.ms_p50) == (1, False, None)
     assert str(row.note).startswith("loss or gradient not finite in step 1")
 
@@ -202,23 +203,23 @@ FLASH = "pytorch_flash::flash_fwd_kernel"
 
 
 @pytest.mark.parametrize(
-    ("attention", "masked", "kernels", "fault"),
+    ("attention", "masked", "kernels", "mode", "fault"),
     [
-        ("nsa", True, BOTH, None),
-        ("nsa", True, FORWARD, "no kernel with range_dq in its name ran"),
-        ("nsa", True, [*BOTH, FLASH], "which is attention of another library"),
-        ("dense", True, [FLASH], None),
-        ("dense", True, ["nvjet_gemm"], "no kernel with flash or fmha or cudnn or"),
-        ("dense", False, [FLASH], "no kernel with cudnn in its name ran"),
+        ("nsa", True, FORWARD, "fwd", None),
+        ("nsa", True, FORWARD, "fwd_bwd", "no kernel with range_dq in its name ran"),
+        ("nsa", True, [*BOTH, FLASH], "fwd_bwd", "which is attention of another library"),
+        ("dense", True, [FLASH], "fwd", None),
+        ("dense", True, ["nvjet_gemm"], "fwd", "no kernel with flash or fmha or cudnn or"),
+        ("dense", False, [FLASH], "fwd", "no kernel with cudnn in its name ran"),
     ],
 )
 def test_kernels_are_judged_by_the_model(
-    attention: Any, masked: bool, kernels: list[str], fault: str | None
+    attention: Any, masked: bool, kernels: list[str], mode: str, fault: str | None
 ) -> None:
     config = TrainConfig()
     data = replace(config.data, document_mask=masked)
     config = replace(config, model=replace(config.model, attention=attention), data=data)
-    found = fault_of(config, kernels)
+    found = fault_of(config, kernels, mode)
     assert found is None if fault is None else fault in str(found)
 
 
