@@ -23,7 +23,7 @@ from nsa.ops.decode import MOST_QUERIES
 from tests.ops.cases import array, near, offsets, small
 
 OPERATIONS = 10_000
-KINDS = ("append", "append", "append", "reserve", "free", "truncate", "reorder")
+KINDS = ("append", "append", "append", "reserve", "fork", "free", "truncate", "reorder")
 PAGE, NUM_PAGES, NUM_SEQUENCES, MOST = 16, 12, 4, 90
 CONFIG = NSAConfig(
     num_heads=1,
@@ -205,8 +205,14 @@ def operate(rng: random.Random, driven: Driven, kind: str) -> bool:
     if kind in ("append", "reserve"):
         return append(rng, driven, kind == "reserve")
     cache, texts, written = driven.cache, driven.texts, driven.written
-    b = rng.randrange(NUM_SEQUENCES)
-    if kind == "reorder":
+    b, target = rng.randrange(NUM_SEQUENCES), rng.randrange(NUM_SEQUENCES)
+    if kind == "fork":
+        if texts[target]:
+            refused(cache, lambda: cache.fork(b, target), "target must be empty")
+            return True
+        cache.fork(b, target)
+        texts[target], written[target] = list(texts[b]), written[b]
+    elif kind == "reorder":
         order = [rng.choice([i, i, i, i, b]) for i in range(NUM_SEQUENCES)]
         cache.reorder(order)
         driven.texts = [list(texts[source]) for source in order]

@@ -151,6 +151,20 @@ class NSACache:
         """Remove all tokens of a sequence, so that its row can be used again."""
         self.truncate(sequence, 0)
 
+    def fork(self, source: int, target: int) -> None:
+        """Copy a sequence into an empty one; whole pages are shared, not copied.
+
+        Raises:
+            ValueError: there is no such sequence, or ``target`` is not empty.
+        """
+        self._check_sequence("fork", "source", source)
+        self._check_sequence("fork", "target", target)
+        check(self._lengths[target] == 0, "fork", "target", "be empty", self._lengths[target])
+        self._pages.fork(source, target, self._lengths[source])
+        for layer in self.layers:
+            layer.copy_rings(source, target)
+        self._set_length(target, self._lengths[source], self._written[source])
+
     def reorder(self, indices: Sequence[int]) -> None:
         """Replace each sequence b by a copy of ``indices[b]``; whole pages are shared.
 
@@ -354,6 +368,12 @@ class LayerCache:
             for pool in self._of_kind("slc", "cmp"):
                 pages = pool.unflatten(0, (self._cache.num_pages, -1))
                 pages[list(targets)] = pages[list(sources)]
+
+    def copy_rings(self, source: int, target: int) -> None:
+        """Copy the rings of a sequence."""
+        for ring in self._of_kind("win", "raw"):
+            rings = ring.unflatten(0, (self._cache.batch_size, -1))
+            rings[target] = rings[source]
 
     def reorder_rings(self, indices: Sequence[int]) -> None:
         """Replace the rings of each sequence b by a copy of those of ``indices[b]``."""

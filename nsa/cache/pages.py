@@ -71,6 +71,16 @@ class Pages:
             self._extend(b, [self._take() for _ in range(missing)])
         return copies
 
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Share the pages of a sequence's ``length`` tokens with an empty sequence.
+
+        Reserved pages without tokens are not shared: both sequences would write to them.
+        """
+        self.truncate(target, 0)
+        self._extend(target, self.held[source][: -(-length // self.page_size)])
+        for page in self.held[target]:
+            self.uses[page] += 1
+
     def reorder(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
         """Replace the pages of each sequence b by those of ``indices[b]``.
 

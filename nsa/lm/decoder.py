@@ -56,7 +56,7 @@ class Decoder:
         num_pages: see :class:`nsa.NSACache`.
 
     Attributes:
-        cache: the decode cache, for example for lengths.
+        cache: the decode cache, for example for lengths and forks.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def test_a_step_does_not_wait_and_compiles_nothing(monkeypatch):
     assert not compiled
 
 
-def test_copies_have_the_bits_of_sequences_without_shared_pages():
+def test_forks_have_the_bits_of_sequences_without_shared_pages():
     """Pages that are shared, copied, given back and handed out again in another order."""
     module = layer_of(dataclasses.replace(SEED, phi="linear"))
     generator = torch.Generator(device=DEVICE).manual_seed(3)
@@ -207,7 +207,8 @@ def test_copies_have_the_bits_of_sequences_without_shared_pages():
     for b in (1, 0, 2):
         caches[0].free(b)
     take(caches[0], x[0, :700], [700, 0, 0])
-    caches[0].reorder([0, 0, 0])
+    caches[0].fork(0, 1)
+    caches[0].fork(1, 2)
     for lengths in ([700, 0, 0], [0, 700, 0], [0, 0, 700]):
         take(caches[1], x[0, :700], lengths)
     for start in range(700, 800, 4):

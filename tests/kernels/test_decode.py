@@ -362,14 +362,15 @@ def test_nan_reaches_no_other_sequence(poisoned):
     check_steps(layer(small(**ONE_KV_HEAD, phi="mlp")), (30, 71), (1, 2), poisoned=poisoned)
 
 
-def test_shared_and_truncated_sequences():
-    """Three copies of a prefix continue with other tokens; one is truncated and takes others."""
+def test_forks_and_truncated_sequences():
+    """Two forks of a prefix go on with tokens of their own, one goes back and takes others."""
     module = layer(small(**ONE_KV_HEAD, phi="linear"))
     prefix, other, third = tokens(77), tokens(6, seed=2), tokens(6, seed=3)
     whole = used_cache(module, 3, num_pages=10)
     held = whole.layers[0]
     prefill(module, whole, [prefix, prefix[:0], prefix[:0]])
-    whole.reorder([0, 0, 0])
+    whole.fork(0, 1)
+    whole.fork(0, 2)
     assert whole.num_free_pages == 5
     texts = [other, third, other]
     step = take_step(module, held, torch.stack([x[:4] for x in texts]))
@@ -377,7 +378,7 @@ def test_shared_and_truncated_sequences():
     assert_rows(module, step.out, [torch.cat((prefix, x[:4])) for x in texts], 77)
     whole.truncate(0, 79)
     whole.free(2)
-    whole.reorder([0, 1, 1])
+    whole.fork(1, 2)
     whole.truncate(1, 78)
     whole.truncate(2, 80)
     texts = [
