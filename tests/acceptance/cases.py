@@ -32,20 +32,15 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
 from tests.acceptance import foreign_model, programs
 from tests.acceptance.checks import (
-    COMMITTED,
     LOSS_WITHIN,
-    MEASURED,
     PEAK_WITHIN,
-    QUICK,
-    Row,
     apart,
-    committed_loss,
     differences,
     figures_of,
-    read_rows,
     training_faults,
 )
 from tests.acceptance.programs import NSA, last_lines, say, start, wait
+from tests.acceptance.rows import COMMITTED, MEASURED, QUICK, Row, committed_loss, read_rows
 from tests.acceptance.shards import make_shards
 
 # Models that need two GPUs run fewer steps, so that a leg takes at most nine minutes.

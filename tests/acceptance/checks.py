@@ -1,81 +1,20 @@
-"""Rows of the acceptance run, their measured fields from metrics, and criteria for them."""
+"""Measurements from the metrics of a training run, and criteria for them."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from nsa.bench.report import markdown
-from nsa.bench.report import table as without_empty_columns
-
-COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks/acceptance"
-QUICK = "quick"
 STARTING_STEPS = 5  # compilations are expected in these steps
 SETTLED = 0.1  # fraction of steps before speed is measured
 MIN_GAIN_NATS = 0.5
 LOSS_WITHIN, PEAK_WITHIN = 0.02, 0.15
-# Measured fields of a row and their formats in a table.
-MEASURED = {
-    "tokens_per_s": ",.0f",
-    "compilations_after_5": "d",
-    "peak_mib": ",.0f",
-    "plan_mib": ",.0f",
-    "loss_first": ".4f",
-    "loss_last": ".4f",
-}
 
-Row = dict[str, Any]
 Metrics = Sequence[Mapping[str, Any]]
 
 
-# --- Rows
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a JSONL file, which is created if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read complete rows of a JSONL file, which may still grow; none if it does not exist."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def committed_loss(row: Row, folder: Path) -> float | None:
-    """Last loss in the newest committed row of the same case, number of steps and GPU."""
-
-    def compared(one: Row) -> tuple[Any, ...]:
-        steps = re.findall(r"--steps (\d+)", one["note"])
-        return one["gpu"], one["config"], one["leg"] == QUICK, steps
-
-    rows = [one for path in folder.glob("*.jsonl") for one in read_rows(path)]
-    same = [one for one in rows if compared(one) == compared(row)]
-    return max(same, key=lambda one: str(one["date"]))["loss_last"] if same else None
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Number of passed cases, and a Markdown table."""
-    cells = [
-        {
-            "case": row["config"],
-            "passed": "yes" if row["passed"] else "NO",
-            **{x: "" if row[x] is None else format(row[x], MEASURED[x]) for x in MEASURED},
-            "seconds": f"{row['seconds']:.0f}",
-            "note": row["note"].replace("|", "/"),
-        }
-        for row in rows
-    ]
-    passed = f"{sum(row['passed'] for row in rows)} of {len(rows)} cases passed"
-    return f"{passed}:\n\n{markdown(without_empty_columns(cells))}"
-
-
-# --- Measurements and criteria
 def figures_of(rows: Metrics, warnings: int = 0) -> dict[str, float]:
     """Measured fields of a row; fields without metrics are omitted.
 
@@ -95,10 +34,25 @@ def figures_of(rows: Metrics, warnings: int = 0) -> dict[str, float]:
     if counts:  # warnings also cover steps before these rows
         figures["compilations_after_5"] = max(counts[-1] - counts[0], warnings)
     begin = max(STARTING_STEPS, SETTLED * last["step"])
-    pairs = itertools.pairwise([{"step": 0}, *rows])
-    settled = [row["tokens_per_s"] for before, row in pairs if before["step"] >= begin]
+    pairs = [
+        (row, row["step"] - one["step"]) for one, row in itertools.pairwise([{"step": 0}, *rows])
+    ]
+    settled = [(row, steps) for row, steps in pairs if row["step"] - steps >= begin]
     if settled:
-        figures["tokens_per_s"] = statistics.median(settled)
+        seconds = [row["step_time_ms"] / 1000 * steps for row, steps in settled]
+        tokens = [row["tokens_per_s"] * s for (row, _), s in zip(settled, seconds, strict=True)]
+        figures["tokens_per_s"] = sum(tokens) / sum(seconds)
+        median = {
+            name: statistics.median(row[name] for row, _ in settled)
+            for name in ("step_time_ms", "host_time_ms")
+            if name in last
+        }
+        if "host_time_ms" in median:
+            figures["host_ms"] = median["host_time_ms"]
+        if slowest := [row["step_time_max_ms"] for row in rows if "step_time_max_ms" in row]:
+            figures["slowest_over_median"] = max(slowest) / median["step_time_ms"]
+        if "mfu" in last:
+            figures["mfu"] = figures["tokens_per_s"] * last["mfu"] / last["tokens_per_s"]
     return figures
 
 

@@ -11,8 +11,8 @@ import torch
 
 from nsa.train.environment import code_version
 from tests.acceptance.cases import Case, Setting
-from tests.acceptance.checks import QUICK, Row, append_row, table
 from tests.acceptance.programs import last_lines, say
+from tests.acceptance.rows import QUICK, Row, append_row, table
 
 ROWS = pytest.StashKey[list[Row]]()
 

@@ -15,22 +15,26 @@ from nsa import configs
 from nsa.train.load import load_config
 from tests.acceptance import cases, foreign_model
 from tests.acceptance.cases import CASES, Case, Setting
-from tests.acceptance.checks import (
+from tests.acceptance.checks import apart, differences, figures_of, training_faults
+from tests.acceptance.programs import ROOT
+from tests.acceptance.rows import (
     COMMITTED,
-    apart,
     append_row,
     committed_loss,
-    differences,
-    figures_of,
+    merge,
+    page,
     read_rows,
     table,
-    training_faults,
 )
-from tests.acceptance.programs import ROOT
 from tests.faults.cases import write_config
 
 STEP = {
+    "loss_nats": 5.0,
+    "step_time_ms": 20.0,
+    "step_time_max_ms": 21.0,
+    "host_time_ms": 3.0,
     "tokens_per_s": 409_600.0,
+    "mfu": 0.25,
     "compilations": 4,
     "memory_allocated_mib": 3000.0,
 }
@@ -39,7 +43,8 @@ STEP = {
 def metrics(without: str = "", **changes: Any) -> list[dict[str, Any]]:
     """Metrics of a passing run of 300 steps on a GPU, with changes to the last row."""
     rows = [{**STEP, "step": step, "loss_nats": 5.0 - step / 100} for step in range(20, 301, 20)]
-    rows[0]["tokens_per_s"] = 4_096.0
+    rows[0] |= {"step_time_ms": 2000.0, "host_time_ms": 1900.0, "tokens_per_s": 4_096.0}
+    rows[7]["step_time_max_ms"] = 26.0
     rows[-1] |= changes
     return [{name: value for name, value in row.items() if name != without} for row in rows]
 
@@ -48,12 +53,12 @@ def metrics(without: str = "", **changes: Any) -> list[dict[str, Any]]:
 
 
 def test_speed_leaves_out_the_start_and_compilations_count_from_step_5():
-    rows = metrics()
-    rows[1]["tokens_per_s"] = 0.0  # begins before step 30, a tenth of the run
-    for row in rows[2:9]:
-        row["tokens_per_s"] = 300_000.0
-    expected = {"tokens_per_s": 300_000.0, "peak_mib": 3000.0, "loss_first": 4.8, "loss_last": 2.0}
-    assert figures_of(rows, warnings=2) == expected | {"compilations_after_5": 2}
+    found = figures_of(metrics(step_time_ms=60.0, tokens_per_s=409_600.0 / 3), warnings=2)
+    # The first row ends at step 20; the next begins before step 30, a tenth of the run.
+    speed = 8192 * 13 / (12 * 0.02 + 0.06)
+    expected = {"tokens_per_s": speed, "mfu": 0.25 / (409_600 / 3) * speed, "host_ms": 3.0}
+    expected |= {"slowest_over_median": 1.3, "peak_mib": 3000.0, "loss_first": 4.8}
+    assert found == pytest.approx(expected | {"compilations_after_5": 2, "loss_last": 2.0})
     rows = [{**row, "step": row["step"] // 20, "compilations": 10} for row in metrics()]
     rows[0]["compilations"] = rows[3]["compilations"] = 3  # steps 1 and 4
     assert figures_of(rows)["compilations_after_5"] == 0
@@ -128,20 +133,24 @@ def test_the_table_has_every_configuration_once_and_in_order():
 # -------------------------------------------------------------------------------------------- rows
 
 
-def test_the_newest_committed_loss_of_equal_steps_counts(tmp_path):
+def test_rows_are_merged_by_case_and_compared_by_steps(tmp_path):
     case = Case("78m", cases.train, 1, 1)
     setting = Setting(case, tmp_path, "1", "NVIDIA H200", 0, "c0ffee", remarks=["--steps 300"])
     for day, (name, leg, loss) in enumerate(
-        [("78m", "1", 2.0), ("1b", "4", 3.0), ("78m", "quick", 4.0), ("78m", "1", 1.9)]
+        [("78m", "1", 2.0), ("1b", "4", 3.0), ("78m", "1", 1.9)]
     ):
         row = setting.row() | {"config": name, "leg": leg, "loss_last": loss}
-        append_row(tmp_path / "h200.jsonl", row | {"date": f"2026-11-{10 + day}"})
+        append_row(tmp_path / "leg.jsonl", row | {"date": f"2026-11-{10 + day}"})
+    merge([tmp_path / "leg.jsonl"], tmp_path)
+    found = read_rows(tmp_path / "h200.jsonl")
+    assert [(x["config"], x["loss_last"]) for x in found] == [("78m", 1.9), ("1b", 3.0)]
     assert committed_loss(setting.row(), tmp_path) == 1.9
-    assert committed_loss(setting.row() | {"gpu": "NVIDIA H100"}, tmp_path) is None
     assert committed_loss(setting.row() | {"note": "as it ships"}, tmp_path) is None
 
 
-def test_table_of_committed_rows():
+def test_the_committed_page_is_made_of_the_committed_rows():
+    committed = (COMMITTED / "README.md").read_text(encoding="utf-8")
+    assert committed == page(COMMITTED.glob("*.jsonl")), "python -m tests.acceptance.rows"
     rows = read_rows(COMMITTED / "h200.jsonl")
     assert f"{len(rows)} of {len(rows) + 1} cases" in table([*rows, {**rows[0], "passed": False}])
 
