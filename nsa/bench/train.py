@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 import time
@@ -509,7 +510,7 @@ def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> 
             for batch in batches:
                 trainer.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
 
-    fault = partial(fault_of, config, mode="fwd")
+    fault = functools.partial(fault_of, config, mode="fwd")
     work = {"tokens": config.global_batch * config.seq_len}
     subject = Subject(forward, lambda: checked, fault, lambda: work, capture=False)
     found = measure(lambda: subject, device)
