@@ -24,9 +24,9 @@ TRAIN = "bench train --config 78m"
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
 MODELS = "--mode fwd_bwd --provider nsa,dense"
+ACROSS = "--variant dense-unmasked:model.attention=dense,data.document_mask=false"
 DENSE = "--provider nsa,dense-cudnn"
 SHARED = "--choice random,shared16"
-ALGORITHMS = "--provider nsa,tiled,gathered"
 OPTIONS = " ".join(
     f"--variant {variant}"
     for variant in (
@@ -64,19 +64,15 @@ MEASUREMENTS = {
         f"{WHOLE} --shape 12x2x64x64 --tokens 65536 {NSA}",
         f"{WHOLE} --shape 16x2x64x64 --tokens 65536 {NSA}",
     ],
-    "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} --recall {OPTIONS}"],
+    "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
     "train": [
         f"{TRAIN} --seqs 2048,8192,65536 {STEP}",
         f"{TRAIN} {UNMASKED} {MODELS}",
         f"{TRAIN} --seqs 128,512 --tokens 65536 --micro-batch 512 {UNMASKED} {MODELS}",
     ],
     "shipped": [
-        f"{TRAIN} {MODELS},dense-unmasked",
-        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS},dense-unmasked",
-    ],
-    "designs": [
-        f"{SELECTED} --seqs 2048,4096,8192,65536 {SHARED} {ALGORITHMS}",
-        f"{SELECTED} --shape wide --seqs 8192,65536 {SHARED} {ALGORITHMS}",
+        f"{TRAIN} {MODELS} {ACROSS}",
+        f"{TRAIN} --tokens 65536 --micro-batch 32 {MODELS} {ACROSS}",
     ],
     "memory": [f"{TRAIN} --cuda-graphs false {STEP} --mode fwd_bwd {NSA} {POLICIES}"],
     "decode": [

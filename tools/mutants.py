@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -33,8 +31,6 @@ COPIED = ("nsa", "tests", "tools", "docs", "benchmarks", "pyproject.toml", "Make
 INTERPRETED = "tests/kernels/"
 TIME_LIMIT_S = 180
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line")
-
-Outcome = Literal["killed", "survived", "timeout", "broken"]
 
 
 class MutantError(Exception):
@@ -70,19 +66,11 @@ class Result:
         outcome: ``survived`` if all passed, ``killed`` if one failed, ``timeout``, or ``broken`` if
             pytest could not tell (exit status above 1: it collected nothing, or a test module does
             not import).
-        seconds: wall time.
         output: last characters of pytest's output.
     """
 
-    outcome: Outcome
-    seconds: float
-    output: str
-
-    @property
-    def killer(self) -> str:
-        """Name of the test that failed, or an empty string."""
-        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
-        return found[1] if found else ""
+    outcome: str
+    output: str = ""
 
 
 def load_mutants(path: Path) -> list[Mutant]:
@@ -146,8 +134,7 @@ def run_tests(
         MutantError: see :func:`apply_mutant`.
     """
     left_out = shutil.ignore_patterns("*.pyc.*", "*.png")  # the first: byte code half written
-    begin, output = time.monotonic(), ""
-    outcome: Outcome = "survived"
+    result = Result("survived")
     with tempfile.TemporaryDirectory(prefix="nsa-mutant-") as folder:
         root = Path(folder)
         for path in (source / name for name in COPIED if (source / name).exists()):
@@ -157,14 +144,12 @@ def run_tests(
             apply_mutant(mutant, root)
         for interpreted in (False, True):
             chosen = [test for test in tests if test.startswith(INTERPRETED) == interpreted]
-            if chosen and outcome == "survived":
-                outcome, output = _run_pytest(root, chosen, time_limit_s, interpreted)
-    return Result(outcome, time.monotonic() - begin, output)
+            if chosen and result.outcome == "survived":
+                result = _run_pytest(root, chosen, time_limit_s, interpreted)
+    return result
 
 
-def _run_pytest(
-    root: Path, tests: Sequence[str], time_limit_s: float, interpreted: bool
-) -> tuple[Outcome, str]:
+def _run_pytest(root: Path, tests: Sequence[str], time_limit_s: float, interpreted: bool) -> Result:
     left_out = ("PYTEST_", "COV_", "TRITON_")
     environment = {
         **{name: x for name, x in os.environ.items() if not name.startswith(left_out)},
@@ -179,59 +164,35 @@ def _run_pytest(
     try:
         done = subprocess.run(command, cwd=root, env=environment, **given)
     except subprocess.TimeoutExpired:
-        return "timeout", f"did not end within {time_limit_s:.0f} s"
-    outcomes: dict[int, Outcome] = {0: "survived", 1: "killed"}
-    return outcomes.get(done.returncode, "broken"), (done.stdout + done.stderr)[-2000:]
+        return Result("timeout")
+    outcome = {0: "survived", 1: "killed"}.get(done.returncode, "broken")
+    return Result(outcome, (done.stdout + done.stderr)[-2000:])
 
 
-def run_mutants(chosen: Sequence[Mutant], jobs: int) -> int:
-    """Run mutants and print their outcomes.
-
-    Args:
-        chosen: the mutants.
-        jobs: number of mutants at a time.
-
-    Returns:
-        1 if one survived, otherwise 0.
-
-    Raises:
-        MutantError: the tests do not pass on the unbroken tree.
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run mutants and print their outcomes; 1 if one survived."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="mutants to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    options = parser.parse_args(arguments)
+    mutants = load_mutants(ROOT / LIST)
+    if unknown := {*options.names} - {mutant.name for mutant in mutants}:
+        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in mutants if mutant.name in options.names or not options.names]
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     print(f"{len(chosen)} mutants; first their tests on the unbroken tree", flush=True)
     sound = run_tests(tests, time_limit_s=10 * TIME_LIMIT_S)
     if sound.outcome != "survived":
-        what = f"the tests do not pass on the unbroken tree ({sound.outcome})"
-        raise MutantError(f"{what}:\n{sound.output}")
-    with ThreadPoolExecutor(jobs) as pool:
+        sys.exit(f"the tests do not pass on the unbroken tree: {sound.outcome}\n{sound.output}")
+    with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda mutant: run_tests(mutant.tests, mutant), chosen))
-    width = max(len(mutant.name) for mutant in chosen)
     for mutant, result in zip(chosen, results, strict=True):
-        seconds = f"{result.seconds:5.1f} s"
-        print(f"{mutant.name:{width}}  {result.outcome:8}  {seconds}  {result.killer}")
+        print(f"{mutant.name}: {result.outcome}")
         if result.outcome != "killed":
-            print(f"\n{mutant.name}: {result.outcome}\n{result.output}", file=sys.stderr)
+            print(result.output)
     killed = sum(result.outcome == "killed" for result in results)
     print(f"{killed} of {len(results)} mutants killed")
     return int(killed < len(results))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if a mutant survived."""
-    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=main.__doc__)
-    parser.add_argument("names", nargs="*", help="mutants to run (default: all)")
-    parser.add_argument("--fast", action="store_true", help="only those that make test runs")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    options = parser.parse_args(arguments)
-    try:
-        mutants = load_mutants(ROOT / LIST)
-        if unknown := {*options.names} - {mutant.name for mutant in mutants}:
-            raise MutantError(f"no mutant is called {', '.join(sorted(unknown))}")
-        named = [mutant for mutant in mutants if mutant.name in options.names or not options.names]
-        return run_mutants([one for one in named if one.fast or not options.fast], options.jobs)
-    except MutantError as error:
-        print(f"mutants: {error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":

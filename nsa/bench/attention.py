@@ -22,14 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import nsa.ops
 from nsa.bench.cases import (
     CASES,
-    Call,
     Case,
     Point,
     Problem,
     Tensors,
     make_tensors,
     prepare,
-    selected_by,
     useful_flops,
 )
 from nsa.bench.clock import Fields, Subject, UnsupportedError, measure, time_call
@@ -85,7 +83,6 @@ class Provider:
         name: name in rows.
         cases: names of the cases that it computes.
         backend: backend of this library's operators.
-        call: another implementation of the case, see :class:`nsa.bench.cases.Case`.
         variant: changed fields of the pattern.
         attend: factory of a PyTorch attention over ``[B, H, S, D]``; whole attention is then dense
             over q, k_slc, v_slc. None means this library.
@@ -98,7 +95,6 @@ class Provider:
     name: str
     cases: Sequence[str] = tuple(CASES)
     backend: str = "triton"
-    call: Call | None = None
     variant: Mapping[str, Any] = field(default_factory=dict)
     attend: Callable[[Problem], Callable[..., Tensor]] | None = None
     consume: tuple[Callable[..., Any], Callable[..., Tensor]] | None = None
@@ -132,7 +128,7 @@ class Provider:
             q, k, v = (x.transpose(1, 2) for x in inputs.values())
             dense = self.attend(problem)
             return Work(lambda: dense(q, k, v).transpose(1, 2), leaves, dout)
-        call = partial(self.call or case.call, {**tensors, **inputs}, config, self.backend)
+        call = partial(case.call, {**tensors, **inputs}, config, self.backend)
         return Work(call, leaves, dout)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
@@ -198,7 +194,7 @@ def flex_attention(problem: Problem) -> Callable[..., Tensor]:
 
 
 _CUDNN, _FA2 = map(dense_attention, (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
-_WHOLE, _SELECTED, _TEMPLATE = ("attention",), ("attention.selected",), ("triton_tem",)
+_WHOLE, _TEMPLATE = ("attention",), ("triton_tem",)
 _FLEX: dict[str, Any] = {"attend": flex_attention, "kernels": (_TEMPLATE, _TEMPLATE)}
 _PROVIDERS = (
     Provider("nsa"),
@@ -206,11 +202,8 @@ _PROVIDERS = (
     Provider("dense-fa2", _WHOLE, attend=_FA2, kernels=(("flash_fwd",), ("flash_bwd",))),
     Provider("flex", (*_WHOLE, "attention.window"), **_FLEX),
     Provider("reference", backend="reference"),
-    Provider("tiled", _SELECTED, call=selected_by("tiled")),
-    Provider("gathered", _SELECTED, call=selected_by("gathered")),
 )
 PROVIDERS = {each.name: each for each in _PROVIDERS}
-DEFAULT = [*PROVIDERS][:5]
 
 
 # --- Variants
@@ -264,8 +257,6 @@ def bench_attention(
     points: Sequence[Point],
     providers: Sequence[Provider],
     cases: Sequence[str] = tuple(CASES),
-    *,
-    recall: bool = False,
 ) -> None:
     """Measure, print and write rows.
 
@@ -274,13 +265,11 @@ def bench_attention(
         points: measured shapes, lengths and selections.
         providers: measured implementations; those that do not compute a case are left out.
         cases: names of cases.
-        recall: measure the recall of the exact selection; always measured if the selection is
-            approximate.
     """
     for point in points:
         base = make_tensors(point)
         for name in cases:
-            _measure(results, CASES[name], point, base, providers, recall)
+            _measure(results, CASES[name], point, base, providers)
 
 
 def _measure(
@@ -289,7 +278,6 @@ def _measure(
     point: Point,
     base: Tensors,
     providers: Sequence[Provider],
-    recall: bool,
 ) -> None:
     """Measure the providers that compute a case."""
     gate: Gate | None = None
@@ -302,12 +290,12 @@ def _measure(
         row = {"case": case.name, **point.fields(), "provider": provider.name}
         row["variant"] = dict(provider.variant) or None
         for mode in case.modes:
-            make = partial(_subject, provider, gate, mode, recall)
+            make = partial(_subject, provider, gate, mode)
             found = measure(make, point.device, is_ours=provider.kernels is None)
             results.add(**row, mode=mode, **found)
 
 
-def _subject(provider: Provider, gate: Gate, mode: str, recall: bool) -> Subject:
+def _subject(provider: Provider, gate: Gate, mode: str) -> Subject:
     """Prepare the call of a provider and its checks."""
     problem, work = gate.problem, provider.work(gate.problem, mode)
     case, point = problem.case, problem.point
@@ -315,7 +303,7 @@ def _subject(provider: Provider, gate: Gate, mode: str, recall: bool) -> Subject
     flops = partial(useful_flops, problem, mode, dense=dense)
 
     def extra() -> Fields:
-        if case.name == "attention.choice" and (recall or approximates(point.config)):
+        if case.name == "attention.choice" and approximates(point.config):
             return {"recall": gate.recall(work.run()["out"])}
         if work.make is None or work.attend is None:
             return {}

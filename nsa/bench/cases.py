@@ -170,14 +170,9 @@ def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     return select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
 
 
-def selected_by(algorithm: str) -> Call:
-    """Return the selected branch with an algorithm, see :func:`nsa.selected_attention`."""
-
-    def call(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
-        inputs = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
-        return selected_attention(*inputs, config, algorithm=algorithm, backend=backend)[0]
-
-    return call
+def _selected(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
+    inputs = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
+    return selected_attention(*inputs, config, backend=backend)[0]
 
 
 def _window(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -194,7 +189,7 @@ _CASES = (
     Case("attention", WHOLE_INPUTS, _attention, _WHOLE),
     Case("attention.compressed", ("q", "k_cmp", "v_cmp"), lambda *x: _compressed(*x)[0], _RANGE),
     Case("attention.choice", (), _select, (("select_",), ())),
-    Case("attention.selected", ("q", "k_slc", "v_slc"), selected_by("auto"), _SELECTED),
+    Case("attention.selected", ("q", "k_slc", "v_slc"), _selected, _SELECTED),
     Case("attention.window", ("q", "k_win", "v_win"), _window, _RANGE),
 )
 CASES = {case.name: case for case in _CASES}

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ class Timing(NamedTuple):
         samples: number of samples.
         timing: ``cuda graph``, ``launches`` (with the reason if there is no graph) or ``cpu``. The
             L2 cache is not flushed.
-        mean: mean of the samples, ms per call.
     """
 
     ms_p50: float
@@ -41,18 +39,13 @@ class Timing(NamedTuple):
     ms_p80: float
     samples: int
     timing: str
-    mean: float
-
-    def fields(self) -> Fields:
-        """Return the fields of a row."""
-        return {name: value for name, value in self._asdict().items() if name != "mean"}
 
 
 def percentiles(samples_ms: Sequence[float], calls: int, method: str) -> Timing:
     """Summarize samples of ``calls`` calls each."""
     each = sorted(sample / calls for sample in samples_ms)
     p20, p80 = (each[round(q * (len(each) - 1))] for q in (0.2, 0.8))
-    return Timing(statistics.median(each), p20, p80, len(each), method, statistics.fmean(each))
+    return Timing(statistics.median(each), p20, p80, len(each), method)
 
 
 def time_call(
@@ -174,9 +167,7 @@ def profiled(call: Callable[[], object], device: torch.device) -> Fields:
     with profiler() as trace:
         call()
         synchronize(device)
-    events = gpu_events(trace)
-    gpu_ms = sum(float(event.time_range.elapsed_us()) for event in events) / 1000
-    return {"launches": len(events), "gpu_ms": gpu_ms, **kernel_fields(trace)}
+    return {"launches": len(gpu_events(trace)), **kernel_fields(trace)}
 
 
 def gpu_events(trace: Any) -> list[Any]:
@@ -277,8 +268,8 @@ def measure(make: Callable[[], Subject], device: torch.device, *, is_ours: bool 
         if fault is not None:
             return {**found, "correct": False, "note": fault}
         found["peak_mib"] = peak_mib(subject.call, device)
-        rates = _rates(subject.work(), timing, device)
-        return {**found, **timing.fields(), **rates, **subject.extra()}
+        rates = _rates(subject.work(), timing.ms_p50)
+        return {**found, **timing._asdict(), **rates, **subject.extra()}
     except refusals() as error:
         if isinstance(error, torch.OutOfMemoryError):
             return not_run("out of GPU memory")
@@ -287,26 +278,16 @@ def measure(make: Callable[[], Subject], device: torch.device, *, is_ours: bool 
         return not_run((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _rates(work: dict[str, int], timing: Timing, device: torch.device) -> Fields:
-    """Row fields for the work per second."""
+def _rates(work: dict[str, int], ms: float) -> Fields:
+    """Row fields for the work of a call per second."""
     found: Fields = {}
     if "flops" in work:
-        found["tflops_useful"] = work["flops"] / timing.ms_p50 / 1e9
+        found["tflops_useful"] = work["flops"] / ms / 1e9
     if "read" in work:
-        tbps, copied = work["read"] / timing.ms_p50 / 1e9, copy_tbps(device)
-        found |= {"mib_read": work["read"] / 2**20, "tbps_useful": tbps, "of_copy": tbps / copied}
-        found["settings"] = {"copy_tbps": round(copied, 3)}
+        found |= {"mib_read": work["read"] / 2**20, "tbps_useful": work["read"] / ms / 1e9}
     if "tokens" in work:
-        found["tokens_per_s"] = 1000 * work["tokens"] / timing.mean
+        found["tokens_per_s"] = 1000 * work["tokens"] / ms
     return found
-
-
-@cache
-def copy_tbps(device: torch.device) -> float:
-    """Bandwidth of copying a large tensor, bytes read and written, TB/s."""
-    size = 2**30 if device.type == "cuda" else 2**24
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * size / time_call(lambda: target.copy_(source), device, 100.0).ms_p50 / 1e9
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,7 @@ from nsa.module import NativeSparseAttention
 from nsa.train.execution.precision import autocast
 
 PROVIDERS = ("nsa", "llama")
-# Options of torch.compile by mode; the other modes are eager.
-COMPILED: dict[str, dict[str, Any]] = {
-    "compiled": {},
-    "reduce_overhead": {"mode": "reduce-overhead"},
-}
-MODES = ("fwd", "fwd_bwd", *COMPILED)
+MODES = ("fwd", "fwd_bwd", "compiled")
 DTYPE = torch.bfloat16
 WARM_UP_CALLS, CALLS = 5, 40
 # Allowed error as a multiple of the CPU's: for the worst of 12,288 rows in bfloat16, two correct
@@ -112,7 +106,7 @@ def bench_host(
         for mode in modes:
             torch.compiler.reset()  # each mode compiles the same code again
             copy = deepcopy(layer).to(device)
-            run = torch.compile(copy, **COMPILED[mode]) if mode in COMPILED else copy
+            run = torch.compile(copy) if mode == "compiled" else copy
             found = module_results(copy, run, [x.to(device)], autocast(device, "fp32"))
             checked = judge_module(found, plain, oracle, DTYPE, BUDGET)
             for length in tokens:

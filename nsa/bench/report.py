@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ import torch
 
 from nsa.bench.rows import (
     STEP_SETTINGS,
-    UNMASKED,
     Row,
     RowIndex,
     index_rows,
     is_dense,
-    is_void,
     measured,
     newest_rows,
     of_dense,
@@ -37,9 +35,7 @@ _MEASURED = (
     "tflops_useful",
     "tbps_useful",
     "launches",
-    "gpu_ms",
     "mib_read",
-    "of_copy",
     "peak_mib",
     "reserved_mib",
     "communication_ms",
@@ -49,13 +45,12 @@ _MEASURED = (
     "loss_nats",
 )
 _DASHES = {"fwd": "--", "fwd_bwd": "-", "step": "-"}
-Value = Callable[[Row, RowIndex], float | None]
-# Plots over length: file name, value, label.
-_PLOTS: Mapping[str, tuple[Value, str]] = {
-    "time": (lambda row, by: row.ms_p50, "ms"),
-    "ratio": (of_dense, "time divided by dense"),
-    "memory": (lambda row, by: row.peak_mib, "peak memory (MiB)"),
-    "mfu": (lambda row, by: row.mfu, "model FLOPs utilisation"),
+_OF_DENSE = {"time of dense": "ms_p50", "MiB of dense": "peak_mib"}
+# Plots over length: field and label, by the name in the file.
+_PLOTS = {
+    "time": ("ms_p50", "ms"),
+    "memory": ("peak_mib", "peak memory (MiB)"),
+    "mfu": ("mfu", "model FLOPs utilisation"),
 }
 _PLOTTED = ("attention", "train", "decode.attention", "decode.model")
 
@@ -123,14 +118,13 @@ def cells(row: Row, by: RowIndex) -> dict[str, str]:
         row: a row with a time.
         by: rows that ratios are computed with.
     """
-    of, several = of_dense(row, by), row.num_gpus > 1
-    ratios = {"time of dense": of, "MiB of dense": of_dense(row, by, "peak_mib")}
-    for name in ("nsa", "llama", UNMASKED):
+    several = row.num_gpus > 1
+    ratios = {name: of_dense(row, by, field) for name, field in _OF_DENSE.items()}
+    for name in ("nsa", "llama"):
         is_other = name != row.provider
         ratios[f"time of {name}"] = ratio(row, by, provider=name) if is_other else None
     ratios["speed of one GPU"] = of_one_gpu(row, by) if several else None
     texts = {name: "" if x is None else format(x, ".3g") for name, x in ratios.items()}
-    texts["time of dense"] += " void" * (of is not None and is_void(row, by))
     settings = {"stages": row.stages_ms, "variant": row.variant, "changed": row.changed}
     for name, values in settings.items():
         texts[name] = ", ".join(f"{key} {value}" for key, value in (values or {}).items())
@@ -201,7 +195,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         for case in dict.fromkeys(row.case for row in section):
             here = [row for row in section if row.case == case]
             parts += [f"### {case}", _table(here, by)]
-            parts += _plots(case, of_one_batch(here), by, folder, table_name("-".join(where)))
+            parts += _plots(case, of_one_batch(here), folder, table_name("-".join(where)))
     found = [(row, outcome) for row in newest for outcome in outcomes(row, by)]
     if found:
         missed = [f"- missed: {point(row)}: {text}" for row, (text, ok) in found if not ok]
@@ -244,12 +238,12 @@ def of_one_batch(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.batch == most[row.seq_len]]
 
 
-def _plots(case: str, rows: Sequence[Row], by: RowIndex, folder: Path, name: str) -> list[str]:
+def _plots(case: str, rows: Sequence[Row], folder: Path, name: str) -> list[str]:
     from matplotlib.figure import Figure
 
     parts = []
-    for kind, (value, label) in _PLOTS.items() if case in _PLOTTED else ():
-        lines = series(rows, by, value)
+    for kind, (field, label) in _PLOTS.items() if case in _PLOTTED else ():
+        lines = series(rows, field)
         if not lines:
             continue
         figure = Figure(figsize=(8, 5), layout="constrained")
@@ -259,8 +253,6 @@ def _plots(case: str, rows: Sequence[Row], by: RowIndex, folder: Path, name: str
             style: dict[str, Any] = {"color": f"C{providers.index(provider)}", "marker": "."}
             style["linestyle"] = _DASHES.get(mode, ":")
             axes.plot(*zip(*points, strict=True), label=f"{provider}, {mode}", **style)
-        if value is of_dense:
-            axes.axhline(1.0, color="#888888", linewidth=0.8)
         lengths = sorted({seq_len for points in lines.values() for seq_len, _ in points})
         axes.set(xlabel="length S (tokens)", ylabel=label, yscale="log")
         axes.set_xscale("log", base=2)
@@ -274,13 +266,11 @@ def _plots(case: str, rows: Sequence[Row], by: RowIndex, folder: Path, name: str
     return parts
 
 
-def series(
-    rows: Iterable[Row], by: RowIndex, value: Value
-) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Points ``(S, value)`` sorted by S, by provider and mode."""
+def series(rows: Iterable[Row], field: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Points of S and a field, sorted by S, by provider and mode."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.provider, row.mode, row.seq_len)):
-        y = value(row, by)
+        y = getattr(row, field)
         if y is not None:
             found.setdefault((row.provider, row.mode), []).append((row.seq_len, y))
     return found
@@ -325,10 +315,10 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
 
 
 def _ratios(rows: Sequence[Row]) -> dict[tuple[object, ...], tuple[Row, float]]:
-    """Newest ratio to dense of each kind, without void ratios and dense rows."""
+    """Newest ratio to dense of each kind, without dense rows."""
     by, found = index_rows(rows), {}
     for row in sorted(measured(rows), key=lambda row: row.date):
-        if row.provider == UNMASKED or is_dense(row) or is_void(row, by):
+        if is_dense(row):
             continue
         settings = row.settings and tuple(row.settings.get(name) for name in STEP_SETTINGS)
         for what, name in (("time", "ms_p50"), ("memory", "peak_mib")):

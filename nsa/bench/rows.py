@@ -17,25 +17,22 @@ from nsa.errors import UserError
 from nsa.train import environment
 
 TARGETS = Path(__file__).with_name("targets.json")
-UNMASKED = "dense-unmasked"  # training with dense attention across documents
-# Dense attention of a decode step. With -folded, query heads of a group are rows of one query.
-DENSE_DECODE = (
-    "dense-cudnn",
-    "dense-fa2",
-    "dense-cudnn-folded",
-    "dense-fa2-folded",
-    "dense-efficient-folded",
-    "dense-flex",
-    "dense-scan",
-)
+# Dense attention of a decode step.
+DENSE_DECODE = ("dense-cudnn", "dense-fa2", "dense-scan")
 # Ratios to dense use the fastest of these providers; other cases use _DENSE in case `attention`.
 _DENSE = ("dense-cudnn",)
-_DENSE_OF = {"train": ("dense",), "decode.model": ("dense",), "decode.attention": DENSE_DECODE}
+# In rows of November 2026: heads of a group as rows of one query, and FlexAttention.
+_OLDER = ("dense-cudnn-folded", "dense-fa2-folded", "dense-efficient-folded", "dense-flex")
+_DENSE_OF = {
+    "train": ("dense",),
+    "decode.model": ("dense",),
+    "decode.attention": (*DENSE_DECODE, *_OLDER),
+}
 # Units in which higher is better.
-_SPEEDS = ("tokens/s", "of one", "times dense", "of copy bandwidth")
+_SPEEDS = ("tokens/s", "of one", "times dense")
 # Fields of older rows that no table shows.
 OLD_FIELDS = {"overlap", "compilations_after_5", "slowest_over_median", "host_ms_p50"}
-OLD_FIELDS |= {"first_step_s"}
+OLD_FIELDS |= {"first_step_s", "of_copy", "gpu_ms"}
 # Settings that affect ratios of training steps.
 STEP_SETTINGS = ("micro_batch", "compile", "cuda_graphs", "checkpointing")
 
@@ -88,9 +85,7 @@ class Row:
     exposed_ms: float | None = None
     idle_ms: float | None = None
     launches: int | None = None
-    gpu_ms: float | None = None
     mib_read: float | None = None
-    of_copy: float | None = None
 
     @property
     def is_masked(self) -> bool:
@@ -221,12 +216,6 @@ def of_one_gpu(row: Row, by: RowIndex) -> float | None:
     return _quotient(row, by.get(_step_key(row)), "tokens_per_s") if row.case == "train" else None
 
 
-def is_void(row: Row, by: RowIndex) -> bool:
-    """Whether dense attention misses its own target, so that ratios to it are meaningless."""
-    dense = fastest_dense(row, by)
-    return dense is not None and not all(passed for _, passed in outcomes(dense, by))
-
-
 # --- Targets
 @cache
 def targets() -> dict[str, Any]:
@@ -235,21 +224,15 @@ def targets() -> dict[str, Any]:
     return content
 
 
-def reaches(unit: str, bound: float, value: float) -> bool:
-    """Whether ``value`` satisfies ``bound``."""
-    return value >= bound if unit in _SPEEDS else value <= bound
-
-
 def outcomes(row: Row, by: RowIndex) -> list[tuple[str, bool]]:
     """Compare a row with its targets: measured value with verdict, and whether it passes.
 
     Units: ``ms``; ``of dense-cudnn``, time relative to dense attention; ``of random``, relative to
     random selection; ``MiB of dense``, peak memory relative to the dense model; ``of llama``,
     relative to Llama's layer; ``of one``, speed relative to one GPU; ``times dense``, the fastest
-    dense time divided by the row's; ``of copy bandwidth``, for the fastest dense row.
+    dense time divided by the row's.
     """
-    wanted = [target for target in targets()["targets"] if _is_for(target, row)]
-    if row.ms_p50 is None or row.gpu != targets()["gpu"] or not wanted:
+    if row.ms_p50 is None or row.gpu != targets()["gpu"]:
         return []
     of = of_dense(row, by)
     values = {
@@ -259,28 +242,18 @@ def outcomes(row: Row, by: RowIndex) -> list[tuple[str, bool]]:
         "of random": ratio(row, by, choice="random"),
         "of dense-cudnn": of,
         "times dense": of and 1 / of,
-        "of copy bandwidth": row.of_copy if of == 1 else None,
         "MiB of dense": of_dense(row, by, "peak_mib"),
         "of llama": ratio(row, by, provider="llama"),
         "of one": of_one_gpu(row, by),
     }
-    return [
-        (_verdict(target, value), reaches(target["unit"], target["target"], value))
-        for target in wanted
-        if (value := values[target["unit"]]) is not None
-    ]
-
-
-def _is_for(target: Mapping[str, Any], row: Row) -> bool:
-    return all(getattr(row, name) == wanted for name, wanted in target["where"].items())
-
-
-def _verdict(target: Mapping[str, Any], value: float) -> str:
-    unit = target["unit"]
-    form, exact = (",.0f", ",.0f") if unit == "tokens/s" else (".3g", "g")
-    verdicts = [
-        f"{name} {target[name]:{exact}} {('FAIL', 'pass')[reaches(unit, target[name], value)]}"
-        for name in ("target", "stretch")
-        if target[name] is not None
-    ]
-    return f"{value:{form}}{'' if unit == 'ms' else f' {unit}'}: {', '.join(verdicts)}"
+    found = []
+    for target in targets()["targets"]:
+        unit, bound = target["unit"], target["target"]
+        fits = all(getattr(row, name) == wanted for name, wanted in target["where"].items())
+        if fits and (value := values[unit]) is not None:
+            passes = value >= bound if unit in _SPEEDS else value <= bound
+            form, exact = (",.0f", ",.0f") if unit == "tokens/s" else (".3g", "g")
+            measured = f"{value:{form}}{'' if unit == 'ms' else f' {unit}'}"
+            text = f"{measured}: target {bound:{exact}} {'pass' if passes else 'FAIL'}"
+            found.append((text, passes))
+    return found

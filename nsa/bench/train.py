@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,6 @@ from nsa.bench.clock import (
 )
 from nsa.bench.gate import judge_module, module_results
 from nsa.bench.report import Results
-from nsa.bench.rows import UNMASKED
 from nsa.errors import check
 from nsa.lm.baseline import dense_of_equal_size
 from nsa.lm.flops import flops_per_token
@@ -60,8 +60,7 @@ from nsa.train.watch.out_of_memory import (
 )
 
 WHERE = "nsa bench train"
-PROVIDERS = ("nsa", "dense", "dense-matched", UNMASKED)
-DEFAULT = PROVIDERS[:3]
+PROVIDERS = ("nsa", "dense", "dense-matched")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in rows
 LOG_EVERY = 20  # maximum steps between rows of metrics
 PROFILED_STEPS = 3
@@ -97,43 +96,36 @@ class Run(NamedTuple):
         name: provider in rows.
         config: the run.
         file: its unchanged configuration file.
-        base: first configuration, whose differences are the row's ``variant``; or None.
     """
 
     name: str
     config: TrainConfig
     file: TrainConfig
-    base: TrainConfig | None = None
 
 
 def find_runs(
-    paths: Sequence[Path],
+    path: Path,
     settings: Mapping[str, str],
     variants: Sequence[str] = (),
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = PROVIDERS,
 ) -> list[Run]:
     """Return the runs to be measured.
 
     Args:
-        paths: configurations; the first one is the base.
-        settings: values by dotted name, for all configurations.
-        variants: ``NAME:KEY=VALUE,...``, settings on top of the base.
-        names: models of the base; None means ``DEFAULT``, or the base's own if there are other
-            configurations.
+        path: the configuration.
+        settings: values by dotted name, for all runs.
+        variants: ``NAME:KEY=VALUE,...``, settings on top of the configuration.
+        names: models.
 
     Raises:
         ValueError: a configuration is not valid, or two runs have the same name.
     """
-    file, base = load_config(paths[0]), load_config(paths[0], settings)
-    if names is None:
-        names = DEFAULT if len(paths) == 1 else (base.model.attention,)
-    found = [Run(name, model_of(base, name), file) for name in names]
-    for path in paths[1:]:
-        found.append(Run(path.stem, load_config(path, settings), load_config(path), base))
+    file, base = load_config(path), load_config(path, settings)
+    found, taken = [Run(name, model_of(base, name), file) for name in names], [*PROVIDERS]
     for text in variants:
         name, changes = split_variant(WHERE, text)
-        found.append(Run(name, load_config(paths[0], {**settings, **changes}), file, base))
-    taken = [*PROVIDERS, *(run.name for run in found if run.base is not None)]
+        found.append(Run(name, load_config(path, {**settings, **changes}), file))
+        taken.append(name)
     rule = "differ from those of other runs and models"
     check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
     return found
@@ -143,8 +135,6 @@ def model_of(base: TrainConfig, name: str) -> TrainConfig:
     """Return the run with another model, a member of ``PROVIDERS``."""
     if name == "dense-matched":
         return replace(base, model=dense_of_equal_size(base.model))
-    if name == UNMASKED:
-        base = replace(base, data=replace(base.data, document_mask=False))
     return replace(base, model=replace(base.model, attention="nsa" if name == "nsa" else "dense"))
 
 
@@ -295,7 +285,7 @@ def bench_train(
 
     Args:
         runs: the runs.
-        shape: name of the first configuration, for rows.
+        shape: name of the configuration, for rows.
         seqs: lengths S; None keeps the configuration's.
         tokens: tokens of an optimizer step.
         micro_batch: maximum sequences of one forward and backward.
@@ -324,14 +314,10 @@ def bench_train(
     check(fits, WHERE, "the machine", "have a CUDA GPU", "none", hint)
     measured = []
     for seq_len, run in itertools.product(seqs, runs):
-        resized = partial(
-            rebatch, seq_len=seq_len, tokens=tokens, micro_batch=micro_batch, world_size=size
-        )
-        config = resized(run.config)
+        config = rebatch(run.config, seq_len, tokens, micro_batch, size)
         check_run_fits(WHERE, config, device)
         row = {
             "provider": run.name,
-            "variant": run.base and differences(resized(run.base), config),
             "changed": differences(run.file, config),
             "seq_len": config.seq_len,
             "batch": config.global_batch,
@@ -473,7 +459,7 @@ def measure_steps(
             raise MeasuredError
 
     trainer = _train(config, processes, on_row=rows.append, on_step=on_step)
-    found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer").fields()
+    found = percentiles(elapsed_ms(marks[first:], device), 1, "steps of the trainer")._asdict()
     tokens_per_s = steps * config.global_batch * config.seq_len / (ends[1] - ends[0])
     found |= _speed(config, tokens_per_s, "fwd_bwd", device)
     found["loss_nats"] = float(rows[-1]["loss_nats"]) if rows else None
@@ -524,7 +510,7 @@ def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> 
             for batch in batches:
                 trainer.loss(batch.tokens, batch.targets, batch.cu_seqlens, batch.max_seqlen)
 
-    fault = partial(fault_of, config, mode="fwd")
+    fault = functools.partial(fault_of, config, mode="fwd")
     work = {"tokens": config.global_batch * config.seq_len}
     subject = Subject(forward, lambda: checked, fault, lambda: work, capture=False)
     found = measure(lambda: subject, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -97,7 +95,6 @@ def bench_tune(
     *,
     kernel: str = "*",
     out: Path | None = None,
-    minutes: float | None = None,
 ) -> int:
     """Tune, and write the table after each kernel.
 
@@ -105,7 +102,6 @@ def bench_tune(
         points: shape and lengths, which have equal weight.
         kernel: pattern of kernel names.
         out: table to write; None means the package's table for this GPU.
-        minutes: time limit of the search; later kernels keep their tiles.
 
     Returns:
         Exit code: 1 if the best tile of a kernel failed the correctness gate.
@@ -117,14 +113,13 @@ def bench_tune(
     check(device.type == "cuda", WHERE, "this machine", "have a CUDA GPU", "none", hint)
     here = origin(device)
     path = out or TABLES / f"{table_name(here['gpu'])}.json"
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     faults = list[str | None]()
     for case in list(CASES.values())[1:]:  # without whole attention
         for task in (task for task in find_tasks(case, points) if fnmatch(task.key.kernel, kernel)):
             lengths = ", ".join(f"{seq_len:,}" for seq_len in task.works)
             what = f"{case.name} {task.mode}, {points[0].shape} shape, by length"
             print(f"\n{task.key}, {what}: {lengths}\n  in use: {task.start}", flush=True)
-            tile, times = descend(task.start, changes(task.key), task.measure, end)
+            tile, times = descend(task.start, changes(task.key), task.measure)
             fault = task.fault(tile)
             print(f"  best: {tile}{f', but WRONG: {fault}' if fault else ''}", flush=True)
             faults.append(fault)
@@ -175,7 +170,6 @@ def descend(
     start: Tile,
     groups: Iterable[list[dict[str, Any]]],
     measure: Callable[[Tile], Times | None],
-    end: float = math.inf,
 ) -> tuple[Tile, Times]:
     """Coordinate descent over the groups of changes; return the best tile and its times.
 
@@ -185,14 +179,13 @@ def descend(
         start: the current tile, which must fit.
         groups: changes to the best tile so far; every candidate of a group is measured.
         measure: returns times by length, or None if a tile does not fit.
-        end: time of the monotonic clock after which no candidate is measured.
     """
     times = measure(start)
     assert times is not None, f"the tile in use does not fit: {start}"
     best, seen = start, {start}
     for group in groups:
         for tile in [best._replace(**change) for change in group]:
-            if tile in seen or time.monotonic() >= end:
+            if tile in seen:
                 continue
             seen.add(tile)
             found = measure(tile)

@@ -28,7 +28,6 @@ def attention(
     case: str | None = None,
     provider: str | None = None,
     variant: list[str] | None = None,
-    recall: bool = False,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
@@ -38,7 +37,7 @@ def attention(
     attention and FlexAttention of PyTorch and with the reference. A result is compared with fp64 on
     sampled rows before it is timed; a wrong one gets no time, and the exit code is 1. For example
       nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
-      nsa bench attention --case attention.choice --variant fp8:score_precision=fp8 --recall
+      nsa bench attention --case attention.choice --variant fp8:score_precision=fp8
       nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 
     Args:
@@ -48,29 +47,28 @@ def attention(
         dtype: of the inputs
         choice: random, shared4, shared16
         case: for example attention,attention.window (default all)
-        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all); tiled, gathered
+        provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all)
         variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
-        recall: measure how much of the exact selection each finds (always if it is approximate)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
     from nsa.bench import attention as bench
     from nsa.bench.cases import CASES
 
-    words = bench.DEFAULT if provider is None else _words("--provider", provider, bench.PROVIDERS)
+    words = _words("--provider", provider, bench.PROVIDERS)
     variants = [bench.parse_variant(text) for text in variant or []]
     providers = [*(bench.PROVIDERS[name] for name in words), *variants]
     cases = _words("--case", case, CASES)
     points = _points(shape, seqs, tokens, dtype, choice)
     bench.check_machine(providers, points)
     results = _results(out, commit)
-    bench.bench_attention(results, points, providers, cases, recall=recall)
+    bench.bench_attention(results, points, providers, cases)
     return results.finish()
 
 
 def train(
     *,
-    config: tuple[str, ...] = ("78m",),
+    config: str = "78m",
     variant: list[str] | None = None,
     provider: str | None = None,
     seqs: str | None = None,
@@ -93,16 +91,14 @@ def train(
     part of it in which nothing else runs. For example
       nsa bench train --config 78m --out benchmarks/results/mine.jsonl
       nsa bench train --config 78m --tokens 65536 --micro-batch 32 --provider nsa,dense
-      nsa bench train --config 78m other.yaml            (A/B of two configurations)
       nsa bench train --variant eager:compile=false --provider nsa     (A/B of a setting)
       torchrun --standalone --nproc-per-node 2 -m nsa bench train --provider nsa --out rows.jsonl
 
     Args:
-        config: configuration; with several, the others are compared with the first
-        variant: NAME:KEY=VALUE,...: the first configuration with other settings; may be given
-            several times
-        provider: nsa, dense, dense-matched (default all; with several configurations the first's
-            own), dense-unmasked (across documents)
+        config: configuration
+        variant: NAME:KEY=VALUE,...: the configuration with other settings; may be given several
+            times
+        provider: nsa, dense, dense-matched (default all)
         seqs: other lengths S, for example 2048,8192
         tokens: other tokens of an optimizer step
         micro_batch: most sequences of one forward and backward
@@ -111,18 +107,17 @@ def train(
         steps: timed steps
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
-        settings: of all configurations
+        settings: of all runs
     """
     from nsa.bench.cases import MODES
     from nsa.bench.train import PROVIDERS, bench_train, find_runs
 
     _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
     _in_range("nsa bench train", 0, warmup=warmup)
-    paths = [Path(path) for path in config]
-    names = None if provider is None else _words("--provider", provider, PROVIDERS)
+    names = _words("--provider", provider, PROVIDERS)
     return bench_train(
-        find_runs(paths, settings, variant or [], names),
-        configs.name_in_rows(paths[0]),
+        find_runs(Path(config), settings, variant or [], names),
+        configs.name_in_rows(Path(config)),
         seqs=[None] if seqs is None else _lengths("--seqs", seqs),
         tokens=tokens,
         micro_batch=micro_batch,
@@ -146,18 +141,18 @@ def host(
     """Measure what a layer costs the CPU.
 
     Milliseconds in which one call, forward or forward with backward, is issued while the GPU is
-    idle, kernels launched, and the time that the GPU needs for them: a layer with bf16 weights,
+    idle, and kernels launched: a layer with bf16 weights,
     eager and compiled, compared with the attention layer of transformers' Llama (SDPA) in the same
     run. Results are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For
     example
       nsa bench host --out benchmarks/host/mine.jsonl
-      nsa bench host --mode compiled,reduce_overhead --tokens 2048
+      nsa bench host --mode compiled --tokens 2048
 
     Args:
         shape: seed, wide, paper or HqxHkvxDxDv
         tokens: tokens, one sequence each
         provider: nsa, llama (default both)
-        mode: fwd, fwd_bwd, compiled, reduce_overhead (default all)
+        mode: fwd, fwd_bwd, compiled (default all)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
@@ -196,8 +191,8 @@ def decode(
         case: decode.attention, decode.model (default both)
         shape: of decode.attention: seed, wide, paper or HqxHkvxDxDv
         config: of decode.model (see nsa configs)
-        provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
-            dense-scan, .., reference; of models dense, dense-matched
+        provider: nsa; of attention also dense-cudnn, dense-fa2, dense-scan, reference; of models
+            dense, dense-matched
         points: tokens of context, with xB for B sequences (default those of the targets)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
@@ -259,7 +254,6 @@ def tune(
     seqs: str = "2048,65536",
     kernel: str = "*",
     out: Path | None = None,
-    minutes: float | None = None,
 ) -> int:
     """Choose the tiles of the kernels for this GPU.
 
@@ -271,12 +265,11 @@ def tune(
         seqs: lengths S
         kernel: pattern of their names, for example window_attention_*
         out: table to write (default that of this GPU inside the package)
-        minutes: stop the search after this time; the best tiles so far are written
     """
     from nsa.bench.tune import bench_tune
 
     points = _points(shape, seqs, None, "bfloat16", "random")
-    return bench_tune(points, kernel=kernel, out=out, minutes=minutes)
+    return bench_tune(points, kernel=kernel, out=out)
 
 
 def report(

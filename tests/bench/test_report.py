@@ -15,12 +15,10 @@ from nsa.bench.report import Results, guard, of_one_batch, result_table, series,
 from nsa.bench.rows import (
     Row,
     index_rows,
-    is_void,
     newest_rows,
     of_one_gpu,
     origin,
     outcomes,
-    reaches,
     read_rows,
     targets,
 )
@@ -113,7 +111,7 @@ TRAINED = [
     training("nsa", 65_536 / 500, **H200, peak_mib=1600.0),
 ]
 STEP = {"case": "decode.attention", "shape": "wide", "seq_len": 65_536, "mode": "step", **H200}
-FAST = make_row(**STEP, provider="dense-scan", ms_p50=7.0, of_copy=0.76)
+FAST = make_row(**STEP, provider="dense-scan", ms_p50=7.0)
 LAYER = {"case": "host.module", "dtype": "bfloat16", "batch": 1, **H200}
 TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
 
@@ -123,9 +121,9 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
     [
         (
             [make_row(case="attention.window", **H200, ms_p50=0.3)],
-            ["0.3: target 0.36 pass, stretch 0.28 FAIL"],
+            ["0.3: target 0.36 pass"],
         ),
-        ([OURS, DENSE], ["0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL"]),
+        ([OURS, DENSE], ["0.2 of dense-cudnn: target 0.21 pass"]),
         ([OURS, replace(DENSE, run_id="another")], []),
         (
             [make_row(**SELECTED, choice="shared16", ms_p50=1.5), make_row(**SELECTED, ms_p50=2.0)],
@@ -134,7 +132,7 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
         (
             TRAINED[::-1],
             [
-                "500,000 tokens/s: target 430,000 pass, stretch 550,000 FAIL",
+                "500,000 tokens/s: target 430,000 pass",
                 "1.6 MiB of dense: target 1.5 FAIL",
             ],
         ),
@@ -142,15 +140,13 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
         ([replace(row, settings={"document_mask": True}) for row in TRAINED[::-1]], []),
         (
             [make_row(**STEP, ms_p50=1.0), FAST, replace(FAST, provider="dense-fa2", ms_p50=9.0)],
-            ["7 times dense: target 6.5 pass, stretch 9 FAIL"],
+            ["7 times dense: target 6.5 pass"],
         ),
-        # of the fastest alone
-        ([replace(FAST, provider="dense-fa2", ms_p50=9.0), FAST], []),
         (
             [make_row(**LAYER, ms_p50=2.2, launches=25), make_row(**LAYER, provider="llama")],
             [
-                "2.2 of llama: target 3 pass, stretch 2 FAIL",
-                "25 launches: target 30 pass, stretch 20 FAIL",
+                "2.2 of llama: target 3 pass",
+                "25 launches: target 30 pass",
             ],
         ),
         (
@@ -181,31 +177,13 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str,
 def test_the_file_of_targets_is_sound() -> None:
     keys = [(target["unit"], *target["where"].items()) for target in targets()["targets"]]
     assert len(keys) == len(set(keys))
-    for target in targets()["targets"]:
-        if target["stretch"] is not None:
-            assert target["stretch"] != target["target"]
-            assert reaches(target["unit"], target["target"], target["stretch"])
-
-
-@pytest.mark.parametrize(
-    ("dense", "ours"),
-    [
-        (training("dense", 65_536 / 600, **H200), training("nsa", 65_536 / 500, **H200)),
-        (replace(FAST, of_copy=0.74), make_row(**STEP, ms_p50=1.0)),
-    ],
-)
-def test_a_ratio_to_a_slow_dense_is_void(dense: Row, ours: Row) -> None:
-    assert is_void(ours, index_rows([dense, ours]))
-    better = replace(dense, of_copy=0.76, tokens_per_s=661e3)
-    assert not is_void(ours, index_rows([better, ours]))
-    assert " void" in result_table([dense, ours])
 
 
 # --- The report
 def test_table() -> None:
     failed = make_row(**WHOLE, provider="narrow", **WRONG)
     *_, ours, reason = result_table([DENSE, OURS, failed]).splitlines()
-    assert ours.endswith(" | 0.2 of dense-cudnn: target 0.21 pass, stretch 0.16 FAIL |")
+    assert ours.endswith(" | 0.2 of dense-cudnn: target 0.21 pass |")
     assert reason.endswith(": attention, narrow, seed, random, S 65,536, fwd_bwd: dq is wrong")
 
 
@@ -228,7 +206,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (out / "report.md").read_text()
     assert text == Path(__file__).with_name("report.txt").read_text()
     plots = list(out.glob("*.png"))
-    assert len(plots) == 5
+    assert len(plots) == 4
     assert all(f"]({file.name})" in text for file in plots)
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in plots)
 
@@ -238,7 +216,7 @@ def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
     made = [make_row(seq_len=seq_len, batch=batch, ms_p50=seq_len) for seq_len, batch in points]
     shown = of_one_batch(made)
     assert [(row.seq_len, row.batch) for row in shown] == [(65_536, 1), (2048, 32)]
-    found = series(shown, {}, lambda row, by: row.ms_p50)
+    found = series(shown, "ms_p50")
     assert found == {("nsa", "fwd"): [(2048, 2048), (65_536, 65_536)]}
     model = {"case": "decode.model", "mode": "step"}
     steps = [make_row(**model, batch=1), make_row(**model, batch=64), make_row(case="decode.model")]
@@ -336,13 +314,8 @@ def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
 def test_what_the_guard_compares() -> None:
     lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)  # memory, too
     assert verdicts(lines) == ["ok", "WORSE"]
-    unmasked = replace(steps(2.0)[1], provider="dense-unmasked")  # no ratio of this library
-    lines, _ = guard([*steps(2.0), unmasked], steps(2.0), 0.05)
-    assert lines[-1] == COUNTS.format(0, 5)
     assert guard(pair(4.0), [*pair(4.0, **LATER), *pair(2.0)], 0.05)[1]  # the newest baseline
     assert refused(pair(2.0)[1:], pair(2.0))  # without dense attention
-    slow = steps(2.0, 4.0, **H200, tokens_per_s=600e3)  # dense misses its target
-    assert refused(slow, steps(2.0, 4.0, **H200, tokens_per_s=700e3))
     lines, passed = guard([*pair(2.0), make_row(**WRONG)], pair(2.0), 0.05)
     assert not passed
     assert "wrong: attention, nsa, seed, random, S 2,048, fwd: dq is wrong" in lines

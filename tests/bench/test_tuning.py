@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,9 +162,9 @@ class Walk:
         ms = self.times(tile)
         return None if ms is None else {2048: ms, 65_536: 10 * ms}
 
-    def best(self, kernel: str = KEY.kernel, start: Tile = START, end: float = math.inf) -> Tile:
+    def best(self, kernel: str = KEY.kernel, start: Tile = START) -> Tile:
         groups = tune.changes(TileKey(kernel, 64, 2))
-        tile, times = tune.descend(start, groups, self.measure, end)
+        tile, times = tune.descend(start, groups, self.measure)
         assert times == self.measure(tile)
         return tile
 
@@ -205,12 +204,6 @@ def test_the_walk_finds_the_best_tile_that_fits_and_ignores_noise() -> None:
 def test_a_gain_that_does_not_repeat_is_not_taken() -> None:
     walk = Walk(lambda tile: 0.5 if tile != START and walk.measured.count(tile) == 1 else 1.0)
     assert walk.best() == START
-
-
-def test_the_walk_stops_when_time_is_up() -> None:
-    walk = Walk(lambda tile: 1.0 if tile == START else 0.5)
-    assert walk.best(end=time.monotonic()) == START
-    assert walk.measured == [START] * 2
 
 
 def test_a_tile_is_written_and_the_others_are_kept(tmp_path: Path) -> None:

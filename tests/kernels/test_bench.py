@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
 SMALL |= {"num_selected_blocks": 4, "window_size": 32}
 POINT = Point("3x1x16x16", parse_shape("3x1x16x16"), 128, 1, "random", torch.float32, CPU)
-NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, "not timed", 1.0)
+NOT_TIMED = Timing(1.0, 1.0, 1.0, 1, "not timed")
 
 
 def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch):

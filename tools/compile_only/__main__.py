@@ -13,16 +13,14 @@ from tools.compile_only.survey import part_of_matrix, whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile every kernel for GPUs that are not present; 1 if one needs too much.
+    """Compile every kernel for GPUs that are not present, and list those that need stack.
 
-    Listed are kernels that need stack, and those whose matrix products the assembler serialized
-    (its advisories C7510 to C7515).
+    1 if one needs too much.
     """
     parser = argparse.ArgumentParser(prog="python -m tools.compile_only", description=main.__doc__)
     known = [*SHARED_MEMORY_LIMIT]
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--all", action="store_true", help="list all kernels")
     options = parser.parse_args(arguments)
     count, faults, parts = 0, list[str](), range(len(whole()))
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for record in future.result():
                 count += 1
                 faults += filter(None, [record.fault(lenient=True)])
-                if record.usage.stack or record.usage.advisories or options.all:
+                if record.usage.stack:
                     print(record)
             print(f"{number} of {len(futures)} parts, {count} kernels", flush=True)
     print(*faults, f"{len(faults)} of {count} kernels need too much", sep="\n")

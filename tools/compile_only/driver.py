@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,8 +29,6 @@ class Usage:
         registers: registers of a thread.
         stack: bytes of a thread in local memory: spilled registers and indexed arrays.
         shared: bytes of a program in shared memory.
-        advisories: codes of the assembler's advisories C7510 to C7515: it serialized asynchronous
-            matrix products.
         hazards: buffers in shared memory that may be overwritten while a product reads them.
     """
 
@@ -39,7 +36,6 @@ class Usage:
     registers: int
     stack: int
     shared: int
-    advisories: tuple[str, ...] = ()
     hazards: tuple[str, ...] = ()
 
 
@@ -55,11 +51,11 @@ class NotingGPU(AbsentGPU):
         super().__init__(arch)
         self.usages = usages
         self.utils = self
-        self.findings: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        self.hazards: tuple[str, ...] = ()
 
     def launcher_cls(self, src: object, metadata: Any) -> Callable[..., None]:
-        """Store the findings of the compilation; Triton calls this before ``load_binary``."""
-        self.findings = tuple(metadata.advisories), tuple(metadata.hazards)
+        """Store the hazards of the compilation; Triton calls this before ``load_binary``."""
+        self.hazards = tuple(metadata.hazards)
         return lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -83,7 +79,7 @@ class NotingGPU(AbsentGPU):
         assert found is not None, f"cuobjdump on {name} for sm_{self.arch}: {text!r}"
         # The name without its branch.
         kernel = "".join(name.partition("_kernel")[:2])
-        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, *self.findings))
+        self.usages.append(Usage(kernel, int(found[1]), int(found[2]), shared, self.hazards))
         return 0, 0, int(found[1]), int(found[2]) // 4, 1024
 
 
@@ -110,8 +106,7 @@ def absent_gpu(arch: int) -> Iterator[list[Usage]]:
         stages = mock.patch.object(
             triton.knobs.runtime, "add_stages_inspection_hook", inspect_stages
         )
-        log = mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True)
-        with hook, stages, log, kernels_take_cpu_tensors():
+        with hook, stages, kernels_take_cpu_tensors():
             yield usages
     finally:
         triton.runtime.driver.set_active(None)
@@ -122,24 +117,18 @@ def inspect_stages(
     stages: dict[str, Callable[..., Any]] | None = None,
     *_: object,
 ) -> tuple[str, str]:
-    """Hook of Triton's compiler: store hazards and advisories in the kernel's metadata.
+    """Hook of Triton's compiler: store hazards in the kernel's metadata.
 
     Triton calls it without arguments for the key of its cache.
     """
     if stages is not None:
-        lower, assemble = stages["llir"], stages["cubin"]
+        lower = stages["llir"]
 
         def llir(src: object, metadata: dict[str, Any]) -> Any:
             metadata["hazards"] = overwritten_operands(str(src))
             return lower(src, metadata)
 
-        def cubin(src: str, metadata: dict[str, Any]) -> bytes:
-            with redirect_stdout(io.StringIO()) as log:
-                binary = assemble(src, metadata)
-            metadata["advisories"] = sorted({*re.findall(r"\bC751[0-5]\b", log.getvalue())})
-            return binary
-
-        stages["llir"], stages["cubin"] = llir, cubin
+        stages["llir"] = llir
     return "hazards", "hazards"
 
 

@@ -1,1 +1,0 @@
-"""Trainings that show what models learn, and tables of their results."""
