@@ -128,25 +128,25 @@ def native_sparse_attention(
             match.
     """
     name = "native_sparse_attention"
-    backend = choose_backend(name, backend, q)
+    backend = choose_backend(backend, q)
     keys = _check_inputs_of_branches(
         name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win
     )
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    sequences = open_sequences(name, q, keys, *offsets, backend, sequences)
+    sequences = open_sequences(q, keys, *offsets, backend, sequences)
     if rope is not None:
         rule = f"have an even dim of at most head_dim ({config.head_dim})"
-        check(rope.dim <= config.head_dim and rope.dim % 2 == 0, name, "rope", rule, rope.dim)
+        check(rope.dim <= config.head_dim and rope.dim % 2 == 0, "rope", rule, rope.dim)
     q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:
-        check_weights(name, "phi[0]", phi_k, config, config.head_dim)
+        check_weights("phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
-        check_weights(name, "phi[1]", phi_v, config, config.value_dim)
+        check_weights("phi[1]", phi_v, config, config.value_dim)
     of_branches = (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     packed = (None if x is None else pack(x) for x in (q, *of_branches, gates))
     inputs = AttentionInputs._make((*packed, phi, q_cmp))
-    call = Call(config, sequences, scale_of(name, config, softmax_scale))
+    call = Call(config, sequences, scale_of(config, softmax_scale))
     return sequences.restore(attend(inputs, call, rope=rope, backend=backend))
 
 
@@ -173,8 +173,8 @@ def attend(
     Returns:
         ``[T, Hq, Dv]`` in the dtype of ``q``.
     """
-    name, config = "native_sparse_attention", call.config
-    backend = choose_backend(name, backend, inputs.q)
+    _name, config = "native_sparse_attention", call.config
+    backend = choose_backend(backend, inputs.q)
     if config.scores_blocks:
         call = replace(call, sequences=call.sequences.with_blocks(config))
     result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
@@ -247,18 +247,17 @@ def check_inputs(
         ("cu_seqlens_q", cu_seqlens_q, num_queries),
         ("cu_seqlens_k", cu_seqlens_k, None),
     ):
-        check_cu_seqlens(name, argument, offsets, offsets.device, num_tokens)
-        check_cu_seqlens_contents(name, argument, offsets, num_tokens)
-    check_same_count(name, cu_seqlens_q, cu_seqlens_k)
-    check_pair(name, cu_seqlens_q, cu_seqlens_k)
+        check_cu_seqlens(argument, offsets, offsets.device, num_tokens)
+        check_cu_seqlens_contents(argument, offsets, num_tokens)
+    check_same_count(cu_seqlens_q, cu_seqlens_k)
+    check_pair(cu_seqlens_q, cu_seqlens_k)
     if gates is not None:
         _check_gates(name, gates)
     if block_indices is None:
         return
-    check_block_indices(name, block_indices, config)
+    check_block_indices(block_indices, config)
     check(
         block_indices.ndim == 3,
-        name,
         "block_indices",
         "be packed [T, Hkv, n]",
         tuple(block_indices.shape),
@@ -272,7 +271,6 @@ def check_inputs(
         where = f"block {int(ids[token, head, slot])} twice at query {token}, KV head {head}"
         check(
             False,
-            name,
             "block_indices",
             "name a block at most once for each query and KV head",
             where,
@@ -283,10 +281,10 @@ def _check_inputs_of_branches(
     name: str, config: NSAConfig, q: Tensor, gates: Tensor, *tensors: Tensor | None
 ) -> tuple[int, ...]:
     """Check the inputs of the enabled branches; return the leading shape of the keys."""
-    check_heads(name, "q", q, config.num_heads, config.head_dim, q)
+    check_heads("q", q, config.num_heads, config.head_dim, q)
     gate_shape = (*q.shape[:-2], config.num_heads, 3)
     if tuple(gates.shape) != gate_shape:
-        fail(name, "gates", f"have shape {gate_shape}", tuple(gates.shape))
+        fail("gates", f"have shape {gate_shape}", tuple(gates.shape))
     if reads_contents(gates):
         _check_gates(name, gates)
     arguments = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
@@ -296,13 +294,13 @@ def _check_inputs_of_branches(
         if branch not in config.branches and not (argument == "k_cmp_raw" and config.scores_blocks):
             continue
         if tensor is None:
-            fail(name, argument, f"be given with branches {config.branches}", None)
+            fail(argument, f"be given with branches {config.branches}", None)
         size = config.head_dim if argument.startswith("k") else config.value_dim
-        check_heads(name, argument, tensor, config.num_kv_heads, size, q)
+        check_heads(argument, tensor, config.num_kv_heads, size, q)
         key_shape = tuple(tensor.shape[:-2]) if key_shape is None else key_shape
         if tuple(tensor.shape[:-2]) != key_shape:
             rule = f"have as many tokens as the other keys {key_shape}"
-            fail(name, argument, rule, tuple(tensor.shape[:-2]))
+            fail(argument, rule, tuple(tensor.shape[:-2]))
     assert key_shape is not None
     return key_shape
 
@@ -313,7 +311,6 @@ def _check_gates(name: str, gates: Tensor) -> None:
     if negative.any():
         check(
             False,
-            name,
             "gates",
             "be at least 0",
             float(gates[negative][0]),
@@ -329,13 +326,12 @@ def _compressed_queries(
         rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
         check(
             not rotated,
-            name,
             "q_cmp",
             "be given (the unrotated queries) with compress_rope none and a rope",
             None,
         )
         return None
     if q_cmp.shape != q.shape:
-        fail(name, "q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
-    check_heads(name, "q_cmp", q_cmp, config.num_heads, config.head_dim, q)
+        fail("q_cmp", f"have the shape of q {tuple(q.shape)}", tuple(q_cmp.shape))
+    check_heads("q_cmp", q_cmp, config.num_heads, config.head_dim, q)
     return pack(q_cmp)

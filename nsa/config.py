@@ -204,7 +204,7 @@ class NSAConfig:
             rule = (
                 f"have rows (layer from -1, length from 1 to 2**63 - 1, n from {forced} to {most})"
             )
-            check(fits, "NSAConfig", name, rule, row)
+            check(fits, name, rule, row)
         if self.coarse_block_size is None:
             rule = "be 0 without coarse_block_size"
             check_field(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)

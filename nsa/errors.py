@@ -37,36 +37,28 @@ class UserError(ValueError):
     Commands print it as one line. Other exceptions are bugs and keep their traceback.
 
     Attributes:
-        function: public name that the user called; it is not part of the message.
         argument: name of the argument at fault.
         rule: the rule, as the words after "must".
         value: the given value.
         hint: advice; may be empty.
     """
 
-    def __init__(self, function: str, argument: str, rule: str, value: Any, hint: str = "") -> None:
+    def __init__(self, argument: str, rule: str, value: Any, hint: str = "") -> None:
         super().__init__(f"{argument} must {rule}, got {value}. {hint}".rstrip())
-        self.function, self.argument, self.rule, self.value, self.hint = (
-            function,
-            argument,
-            rule,
-            value,
-            hint,
-        )
+        self.argument, self.rule, self.value, self.hint = argument, rule, value, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.function, self.argument, self.rule, self.value, self.hint)
+        return type(self), (self.argument, self.rule, self.value, self.hint)
 
 
 class UsageError(ValueError):
     """A command line that cannot be parsed."""
 
 
-def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") -> NoReturn:
+def fail(argument: str, rule: str, value: Any, hint: str = "") -> NoReturn:
     """Raise a :class:`UserError`, a ``ValueError`` that names the argument, the rule and the value.
 
     Args:
-        function: public name that the user called, for example ``"window_attention"``.
         argument: name of the argument at fault.
         rule: the rule, as the words after "must".
         value: the given value.
@@ -75,20 +67,13 @@ def fail(function: str, argument: str, rule: str, value: Any, hint: str = "") ->
     Raises:
         UserError: always, as ``<argument> must <rule>, got <value>. <hint>``.
     """
-    raise UserError(function, argument, rule, value, hint)
+    raise UserError(argument, rule, value, hint)
 
 
-def check(
-    condition: bool,
-    function: str,
-    argument: str,
-    rule: str,
-    value: Any,
-    hint: str = "",
-) -> None:
+def check(condition: bool, argument: str, rule: str, value: Any, hint: str = "") -> None:
     """Raise the error of :func:`fail` if ``condition`` is false."""
     if not condition:
-        fail(function, argument, rule, value, hint)
+        fail(argument, rule, value, hint)
 
 
 @contextmanager
@@ -104,19 +89,19 @@ def optional_output(name: str) -> Iterator[None]:
         logger.warning("%s: left out (%s: %s)", name, type(error).__name__, error)
 
 
-def check_output(function: str, argument: str, path: Path | None, *, is_new: bool = False) -> None:
+def check_output(argument: str, path: Path | None, *, is_new: bool = False) -> None:
     """Check that a file can be written, and with ``is_new`` does not exist; None is accepted."""
     if path is not None:
         fits = path.parent.is_dir() and not (path.exists() if is_new else path.is_dir())
         rule = f"name a {'new ' * is_new}file in an existing folder"
-        check(fits, function, argument, rule, path)
+        check(fits, argument, rule, path)
 
 
 def check_positive(config: Any, *names: str) -> None:
     """Check that fields of a dataclass are above 0."""
     for name in names:
         value = getattr(config, name)
-        check(value > 0, type(config).__name__, name, "be positive", value)
+        check(value > 0, name, "be positive", value)
     check_at_most(config, MOST, *names)
 
 
@@ -124,7 +109,7 @@ def check_not_negative(config: Any, *names: str) -> None:
     """Check that fields of a dataclass are 0 or above."""
     for name in names:
         value = getattr(config, name)
-        check(value >= 0, type(config).__name__, name, "be at least 0", value)
+        check(value >= 0, name, "be at least 0", value)
     check_at_most(config, MOST, *names)
 
 
@@ -133,7 +118,7 @@ def check_at_most(config: Any, most: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         fits = not isinstance(value, int) or value <= most
-        check(fits, type(config).__name__, name, f"be at most {most:,}", value)
+        check(fits, name, f"be at most {most:,}", value)
 
 
 def check_default(config: Any, needed: bool, where: str, *names: str, hint: str = "") -> None:
@@ -150,7 +135,7 @@ def check_default(config: Any, needed: bool, where: str, *names: str, hint: str 
         value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
         fits = needed or value == default
         rule = f"be left at {default} with {where}"
-        check(fits, type(config).__name__, name, rule, value, hint)
+        check(fits, name, rule, value, hint)
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

@@ -40,7 +40,7 @@ def check_field(config: Any, fits: bool, name: str, rule: str, hint: str = "") -
         rule: the rule, as the words after "must".
         hint: advice, a sentence; may be empty.
     """
-    check(fits, type(config).__name__, name, rule, attrgetter(name)(config), hint)
+    check(fits, name, rule, attrgetter(name)(config), hint)
 
 
 @functools.cache
@@ -57,29 +57,29 @@ def _settled(value: Any, hint: Any, owner: str, name: str) -> Any:
     if kind is Literal:
         words = f"{', '.join(parts[:-1])} or {parts[-1]}"
         if not isinstance(value, str) or value not in parts:
-            fail(owner, name, f"be {words}", value, nearest_hint(nearest(str(value), parts)))
+            fail(name, f"be {words}", value, nearest_hint(nearest(str(value), parts)))
         return value
     if kind is tuple:
-        check(isinstance(value, list | tuple), owner, name, "be a list or tuple", repr(value))
+        check(isinstance(value, list | tuple), name, "be a list or tuple", repr(value))
         parts = (parts[0],) * len(value) if parts[-1] is Ellipsis else parts
-        check(len(value) == len(parts), owner, name, f"have {len(parts)} entries", value)
+        check(len(value) == len(parts), name, f"have {len(parts)} entries", value)
         return tuple(_settled(x, part, owner, name) for x, part in zip(value, parts, strict=True))
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, cast(type, hint)) else _section(value, hint, owner, name)
-    return _scalar(value, hint, owner, name)
+        return value if isinstance(value, cast(type, hint)) else _section(value, hint, name)
+    return _scalar(value, hint, name)
 
 
-def _section(value: Any, cls: Any, owner: str, name: str) -> Any:
+def _section(value: Any, cls: Any, name: str) -> Any:
     """Build a dataclass from a mapping of its fields."""
-    check(isinstance(value, Mapping), owner, name, f"contain fields of {cls.__name__}", repr(value))
+    check(isinstance(value, Mapping), name, f"contain fields of {cls.__name__}", repr(value))
     for key in value:
         if key not in _hints(cls):
             hint = nearest_hint(nearest(str(key), _hints(cls)))
-            fail(owner, name, f"contain only fields of {cls.__name__}", key, hint)
+            fail(name, f"contain only fields of {cls.__name__}", key, hint)
     return cls(**value)
 
 
-def _scalar(value: Any, kind: type, owner: str, name: str) -> Any:
+def _scalar(value: Any, kind: type, name: str) -> Any:
     rules = {
         bool: (bool, "be True or False"),
         int: (numbers.Integral, "be an integer"),
@@ -89,7 +89,7 @@ def _scalar(value: Any, kind: type, owner: str, name: str) -> Any:
     number, rule = rules[kind]
     fits = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
     fits = fits and (kind is not float or _is_finite(value))
-    check(fits, owner, name, rule, repr(value))
+    check(fits, name, rule, repr(value))
     return kind(value)
 
 

@@ -146,7 +146,7 @@ def read_lines(
     for number, (line, record) in enumerate(found[:-1], start=1):
         if record is None:
             shown, hint = repr(line[:80].decode(errors="replace")), "Remove it to go on without it."
-            fail("read_lines", f"{path}:{number}: line", f"be {what} in JSON", shown, hint)
+            fail(f"{path}:{number}: line", f"be {what} in JSON", shown, hint)
     return found
 
 

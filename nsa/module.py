@@ -165,7 +165,7 @@ class NativeSparseAttention(nn.Module):
 
     def __init__(self, width: int, config: NSAConfig) -> None:
         super().__init__()
-        check(width > 0, "NativeSparseAttention", "width", "be positive", width)
+        check(width > 0, "width", "be positive", width)
         self.width, self.config = width, config
         self.rope = Rope.from_config(config)
         key_size = config.num_kv_heads * config.head_dim
@@ -268,7 +268,7 @@ class NativeSparseAttention(nn.Module):
             dtype = plain[0][0].dtype
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
                 rule = f"have the dtype of the module's weights ({dtype}), or run under autocast"
-                fail("NativeSparseAttention", "x", rule, x.dtype)
+                fail("x", rule, x.dtype)
             if not self.config.qk_norm:
                 return project(x, *plain, self.columns, sequences, self.rope, before=before)
             product, bias = nn.functional.linear(x, torch.cat(plain[0])), plain[1]
@@ -360,13 +360,10 @@ class NativeSparseAttention(nn.Module):
         if cache is None:
             return self._attend(packed, sequences).view(x.shape)
         rule = "be a layer's cache, such as NSACache(...).layers[0], or None"
-        check(isinstance(cache, LayerCache), name, "cache", rule, type(cache).__name__)
-        check(
-            attention_mask is None, name, "attention_mask", "be left out with a cache", "a tensor"
-        )
+        check(isinstance(cache, LayerCache), "cache", rule, type(cache).__name__)
+        check(attention_mask is None, "attention_mask", "be left out with a cache", "a tensor")
         check(
             cache.config == self.config,
-            name,
             "cache",
             "be made for the module's config",
             cache.config,
@@ -395,7 +392,7 @@ class NativeSparseAttention(nn.Module):
             ValueError: the branch is disabled; shapes or offsets do not match.
         """
         name, config = "choose_blocks", self.config
-        check("slc" in config.branches, name, "config.branches", "have slc", config.branches)
+        check("slc" in config.branches, "config.branches", "have slc", config.branches)
         x, sequences = open_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp

@@ -85,7 +85,7 @@ def find_gpu(name: str | None, memory_gib: float | None) -> Gpu | None:
         found = gpus.get(_short(name))
         if found is None:
             hint = "For another GPU give --memory-gib alone."
-            fail("nsa plan", "--gpu", f"be one of {', '.join(KNOWN)}, cpu", repr(name), hint)
+            fail("--gpu", f"be one of {', '.join(KNOWN)}, cpu", repr(name), hint)
     elif torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         found = Gpu(properties.name, properties.total_memory / GIB)
@@ -495,7 +495,7 @@ def check_plan_fits(plan: RunPlan) -> None:
             hint = f"It takes {less / GIB:.1f} GiB with {' '.join(words)}."
             break
     rule = f"fit into the {gpu.memory_gib:.1f} GiB of {gpu.name}"
-    raise UserError("nsa plan", "the run", rule, f"{needed / GIB:.1f} GiB", hint)
+    raise UserError("the run", rule, f"{needed / GIB:.1f} GiB", hint)
 
 
 def alternatives(config: TrainConfig) -> Iterator[TrainConfig]:

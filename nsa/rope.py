@@ -39,7 +39,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         settle(self)
-        check(self.theta > 1, "Rope", "theta", "be above 1", self.theta)
+        check(self.theta > 1, "theta", "be above 1", self.theta)
         object.__setattr__(self, "text", json.dumps(asdict(self)))
 
     @classmethod
@@ -134,9 +134,9 @@ def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
         ValueError: the shapes do not match.
     """
     if positions.shape != x.shape[:-2]:
-        fail("apply_rope", "positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape))
+        fail("positions", f"have shape {tuple(x.shape[:-2])}", tuple(positions.shape))
     rule = f"have an even dim of at most the head size ({x.shape[-1]})"
-    check(rope.dim <= x.shape[-1] and rope.dim % 2 == 0, "apply_rope", "rope", rule, rope.dim)
+    check(rope.dim <= x.shape[-1] and rope.dim % 2 == 0, "rope", rule, rope.dim)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     position = (positions + rope.position_offset).float()
     angle = position[..., None] * rope.inverse_frequencies(x.device)

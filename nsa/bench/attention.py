@@ -219,7 +219,7 @@ def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
     found = {key.replace("-", "_"): value for key, equals, value in pairs if key and equals}
     fits = re.fullmatch(r"[\w.-]+", name) and len(found) == len(pairs)
     rule, hint = "be NAME:KEY=VALUE,.. with each key once", "For example: eager:compile=false"
-    check(bool(fits), where, "--variant", rule, repr(text), hint)
+    check(bool(fits), "--variant", rule, repr(text), hint)
     return name, found
 
 
@@ -231,11 +231,11 @@ def parse_variant(text: str) -> Provider:
     """
     name, settings = split_variant(WHERE, text)
     rule = f"have another name than {', '.join(PROVIDERS)}"
-    check(name not in PROVIDERS, WHERE, "--variant", rule, name)
+    check(name not in PROVIDERS, "--variant", rule, name)
     known = [entry.name for entry in fields(NSAConfig)]
     for key in settings:
         hint = nearest_hint(nearest(key, known))
-        check(key in known, WHERE, "--variant", "set a field of the pattern", repr(key), hint)
+        check(key in known, "--variant", "set a field of the pattern", repr(key), hint)
     return Provider(name, variant={key: yaml.safe_load(text) for key, text in settings.items()})
 
 
@@ -244,12 +244,12 @@ def check_machine(providers: Sequence[Provider], points: Sequence[Point]) -> Non
     """Fail for too short sequences, or providers other than the reference without a GPU."""
     # With fewer keys most gradients cancel, and the budget has no meaningful baseline.
     shortest, rule = min(point.seq_len for point in points), f"be at least {MIN_LENGTH}"
-    check(shortest >= MIN_LENGTH, WHERE, "--seqs", rule, shortest)
+    check(shortest >= MIN_LENGTH, "--seqs", rule, shortest)
     alone = all(each.backend == "reference" for each in providers)
     fits = points[0].device.type == "cuda" or alone or kernels_run_on_cpu()
     hint = "Without one: nsa bench attention --provider reference --seqs 512 --tokens 512"
     rule = f"have a CUDA GPU for {', '.join(each.name for each in providers)}"
-    check(fits, WHERE, "this machine", rule, "none", hint)
+    check(fits, "this machine", rule, "none", hint)
 
 
 def bench_attention(

@@ -47,7 +47,7 @@ def parse_shape(text: str) -> NSAConfig:
     """
     fits = text in SHAPES or re.fullmatch(r"\d+(x\d+){3}", text) is not None
     rule, hint = f"be one of {', '.join(SHAPES)}, or HqxHkvxDxDv", "For example: 12x2x64x64"
-    check(fits, "nsa bench", "--shape", rule, repr(text), hint)
+    check(fits, "--shape", rule, repr(text), hint)
     num_heads, num_kv_heads, head_dim, value_dim = SHAPES.get(text) or map(int, text.split("x"))
     return NSAConfig(num_heads, num_kv_heads, head_dim, value_dim)
 

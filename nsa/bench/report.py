@@ -185,7 +185,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
     """
     by, newest = index_rows(rows), newest_rows(rows)
     rule, got = "contain at least one time", f"{len(rows)} rows without one"
-    check(bool(newest), "nsa bench report", "the rows", rule, got)
+    check(bool(newest), "the rows", rule, got)
     folder.mkdir(parents=True, exist_ok=True)
     parts = ["# Measured", _origins(newest)]
     for where in dict.fromkeys(map(_section, newest)):
@@ -296,7 +296,7 @@ def guard(rows: Sequence[Row], baseline: Iterable[Row], tolerance: float) -> tup
     hint = "Measure dense attention in the same run, on a GPU that has baseline rows."
     rule, got = "have a ratio with a baseline", f"{len(new)} without one"
     both = [key for key in new if key in known]
-    check(bool(both or wrong), "nsa bench report", "the rows", rule, got, hint)
+    check(bool(both or wrong), "the rows", rule, got, hint)
     worse = 0
     lines: list[tuple[str, ...]] = [("row", "ratio", "of dense", "baseline", "change", "")]
     for key in both:

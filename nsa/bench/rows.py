@@ -146,7 +146,7 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
                     rows.append(Row(**{x: fields[x] for x in fields if x not in OLD_FIELDS}))
             except (ValueError, TypeError, AssertionError) as error:
                 argument, rule = f"{path}:{number}: the line", "be a row that the benchmark writes"
-                raise UserError("read_rows", argument, rule, error) from error
+                raise UserError(argument, rule, error) from error
     return rows
 
 

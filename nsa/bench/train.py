@@ -127,7 +127,7 @@ def find_runs(
         found.append(Run(name, load_config(path, {**settings, **changes}), file))
         taken.append(name)
     rule = "differ from those of other runs and models"
-    check(len(set(taken)) == len(taken), WHERE, "the names of runs", rule, ", ".join(taken))
+    check(len(set(taken)) == len(taken), "the names of runs", rule, ", ".join(taken))
     return found
 
 
@@ -161,10 +161,10 @@ def rebatch(
     sequences = config.global_batch if tokens is None else max(1, tokens // seq_len)
     own, remainder = divmod(sequences, world_size)
     rule = f"be a multiple of the number of processes ({world_size})"
-    check(remainder == 0, WHERE, "global_batch", rule, sequences)
+    check(remainder == 0, "global_batch", rule, sequences)
     size = min(micro_batch or config.micro_batch, own)
     rule, hint = f"divide the {own} sequences of a step", "Give --micro-batch."
-    check(own % size == 0, WHERE, "micro_batch", rule, size, hint)
+    check(own % size == 0, "micro_batch", rule, size, hint)
     return replace(
         config,
         seq_len=seq_len,
@@ -301,21 +301,21 @@ def bench_train(
     Raises:
         ValueError: a run does not match this machine or the launch.
     """
-    check_platform(WHERE)
+    check_platform()
     launch = read_launch()
     size = launch.world_size
     hint = "Start several processes by torchrun, which divide the global batch."
     for run in runs:
         given = run.config.world_size
-        check(given in (1, size), WHERE, "world_size", f"be 1 or {size}", given, hint)
+        check(given in (1, size), "world_size", f"be 1 or {size}", given, hint)
     device = choose_device(runs[0].config.device, launch.local_rank)
     hint = "Give --device cpu to measure on this CPU all the same."
     fits = device.type == "cuda" or runs[0].config.device == "cpu"
-    check(fits, WHERE, "the machine", "have a CUDA GPU", "none", hint)
+    check(fits, "the machine", "have a CUDA GPU", "none", hint)
     measured = []
     for seq_len, run in itertools.product(seqs, runs):
         config = rebatch(run.config, seq_len, tokens, micro_batch, size)
-        check_run_fits(WHERE, config, device)
+        check_run_fits(config, device)
         row = {
             "provider": run.name,
             "changed": differences(run.file, config),

@@ -110,7 +110,7 @@ def bench_tune(
         ValueError: there is no CUDA GPU, or no kernel matches the pattern.
     """
     device, hint = points[0].device, "Tiles are measured on the GPU."
-    check(device.type == "cuda", WHERE, "this machine", "have a CUDA GPU", "none", hint)
+    check(device.type == "cuda", "this machine", "have a CUDA GPU", "none", hint)
     here = origin(device)
     path = out or TABLES / f"{table_name(here['gpu'])}.json"
     faults = list[str | None]()
@@ -125,7 +125,7 @@ def bench_tune(
             faults.append(fault)
             if fault is None:
                 write_tile(path, here, task.key, tile, {"ms": times, "measured": what})
-    check(bool(faults), WHERE, "--kernel", "fit a kernel that looks up a tile", repr(kernel))
+    check(bool(faults), "--kernel", "fit a kernel that looks up a tile", repr(kernel))
     return int(any(faults))
 
 
@@ -210,7 +210,7 @@ def write_tile(
     """Write one row of a table, which is created if missing; keep the other rows."""
     gpu = here["gpu"]
     table = load_table(path) if path.is_file() else TileTable(gpu, {}, {})
-    check(table.gpu == gpu, WHERE, "--out", f"be a table of {gpu}", table.gpu)
+    check(table.gpu == gpu, "--out", f"be a table of {gpu}", table.gpu)
     notes = {**note, "torch": here["torch"], "triton": here["triton"], "date": here["date"][:10]}
     table = TileTable(gpu, {**table.rows, key: tile}, {**table.notes, key: notes})
     path.parent.mkdir(parents=True, exist_ok=True)

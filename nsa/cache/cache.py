@@ -70,7 +70,7 @@ class NSACache:
         num_pages = batch_size * pages_each if num_pages is None else num_pages
         sizes = {"num_layers": num_layers, "batch_size": batch_size}
         for name, size in {**sizes, "max_tokens": max_tokens, "num_pages": num_pages}.items():
-            check(size > 0, _NAME, name, "be positive", size)
+            check(size > 0, name, "be positive", size)
         self.config, self.batch_size, self.max_tokens = config, batch_size, max_tokens
         self.rollback = MOST_QUERIES
         self._pages = Pages(num_pages, config.block_size, batch_size)
@@ -109,11 +109,11 @@ class NSACache:
         """
         for b, (length, count) in enumerate(zip(self._lengths, counts, strict=True)):
             rule = f"be at least {length + count} for the new tokens of sequence {b}"
-            check(length + count <= self.max_tokens, _NAME, "max_tokens", rule, self.max_tokens)
+            check(length + count <= self.max_tokens, "max_tokens", rule, self.max_tokens)
             has_past = length == 0 or length >= self._written[b] - self.rollback
             rule = "hold what its next tokens need, which a step that raised has overwritten"
             hint = f"Call truncate({b}, 0) and give it all of its tokens again."
-            check(has_past, _NAME, f"sequence {b}", rule, f"{length} tokens", hint)
+            check(has_past, f"sequence {b}", rule, f"{length} tokens", hint)
         copies = self._pages.prepare(self._lengths, counts)
         for layer in self.layers:
             layer.copy_pages(copies)
@@ -150,10 +150,10 @@ class NSACache:
         Raises:
             ValueError: the length is out of range.
         """
-        self._check_sequence("truncate", "sequence", sequence)
+        self._check_sequence("sequence", sequence)
         have, least = self._lengths[sequence], self.least_length(sequence)
         rule = f"be 0 or from {least} to {have}" if least <= have else "be 0"
-        check(length == 0 or least <= length <= have, "truncate", "length", rule, length)
+        check(length == 0 or least <= length <= have, "length", rule, length)
         self._pages.truncate(sequence, length)
         self._set_length(sequence, length, length if length == 0 else self._written[sequence])
 
@@ -171,9 +171,9 @@ class NSACache:
         Raises:
             ValueError: there is no such sequence, or ``target`` is not empty.
         """
-        self._check_sequence("fork", "source", source)
-        self._check_sequence("fork", "target", target)
-        check(self._lengths[target] == 0, "fork", "target", "be empty", self._lengths[target])
+        self._check_sequence("source", source)
+        self._check_sequence("target", target)
+        check(self._lengths[target] == 0, "target", "be empty", self._lengths[target])
         self._pages.fork(source, target, self._lengths[source])
         for layer in self.layers:
             layer.copy_rings(source, target)
@@ -191,9 +191,9 @@ class NSACache:
             ValueError: the number of indices is not the batch size, or an index is out of range.
         """
         count = self.batch_size
-        check(len(indices) == count, "reorder", "indices", f"be {count} numbers", len(indices))
+        check(len(indices) == count, "indices", f"be {count} numbers", len(indices))
         for source in indices:
-            self._check_sequence("reorder", "indices", source)
+            self._check_sequence("indices", source)
         if list(indices) == list(range(count)):
             return
         self._pages.reorder(indices, self._lengths)
@@ -221,10 +221,10 @@ class NSACache:
         elif step.sequences is not sequences:
             counts = self._counts(sequences, num_tokens)
             rule = f"be {step.counts} for the sequences, as in the other layers"
-            check(counts == step.counts, _NAME, "new tokens", rule, counts)
+            check(counts == step.counts, "new tokens", rule, counts)
         rule = "receive the tokens of a step once"
         hint = "Call each layer once a step. After a step that raised, truncate(b, lengths[b])."
-        check(layer not in step.taken, _NAME, f"layers[{layer}]", rule, "them again", hint)
+        check(layer not in step.taken, f"layers[{layer}]", rule, "them again", hint)
         return step
 
     def writes(self, step: Step) -> None:
@@ -272,10 +272,10 @@ class NSACache:
     def _counts(self, sequences: Sequences, num_tokens: int) -> list[int]:
         batch = sequences.num_sequences
         rule = f"describe {self.batch_size} sequences"
-        check(batch == self.batch_size, _NAME, "cu_seqlens", rule, batch)
+        check(batch == self.batch_size, "cu_seqlens", rule, batch)
         if sequences.offsets is None:
             return [sequences.len_q] * batch
-        check_cu_seqlens_contents(_NAME, "cu_seqlens", sequences.offsets[0], num_tokens)
+        check_cu_seqlens_contents("cu_seqlens", sequences.offsets[0], num_tokens)
         return lengths(sequences.offsets[0]).tolist()
 
     def _write_table(self) -> None:
@@ -301,9 +301,9 @@ class NSACache:
         for state in self._on_devices.values():
             state.lengths[sequence].fill_(length)  # fill_: assignment synchronises
 
-    def _check_sequence(self, function: str, argument: str, sequence: int) -> None:
+    def _check_sequence(self, argument: str, sequence: int) -> None:
         rule = f"be from 0 to {self.batch_size - 1}"
-        check(0 <= sequence < self.batch_size, function, argument, rule, sequence)
+        check(0 <= sequence < self.batch_size, argument, rule, sequence)
 
 
 class LayerCache:
@@ -360,7 +360,7 @@ class LayerCache:
             alone: computes the output if no sequence has cached tokens; None means the library's
                 operators.
         """
-        backend = choose_backend(_NAME, "auto", inputs.q)
+        backend = choose_backend("auto", inputs.q)
         step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
         tensors = self._tensors(inputs)
         is_short = sequences.offsets is None and 0 < sequences.len_q <= MOST_QUERIES
@@ -408,8 +408,8 @@ class LayerCache:
         if self.tensors is None:
             self.tensors = self._reserve(k)
         kept = next(x for x in self.tensors if x is not None)
-        check(k.dtype == kept.dtype, _NAME, "tokens", f"stay {kept.dtype}", k.dtype)
-        check(k.device == kept.device, _NAME, "tokens", f"be on {kept.device}", k.device)
+        check(k.dtype == kept.dtype, "tokens", f"stay {kept.dtype}", k.dtype)
+        check(k.device == kept.device, "tokens", f"be on {kept.device}", k.device)
         return self.tensors
 
     @torch.inference_mode(False)  # steps in and outside inference mode write to them

@@ -60,7 +60,7 @@ class Pages:
             copied += [b] if left[page] > 0 else []
         wanted = sum(missing for _, missing in grown) + len(copied)
         rule = f"leave {wanted} pages of {self.page_size} tokens free for the new tokens"
-        check(wanted <= self.num_free, "NSACache", "num_pages", rule, f"{self.num_free} free")
+        check(wanted <= self.num_free, "num_pages", rule, f"{self.num_free} free")
         copies = []
         for b in copied:
             place = lengths[b] // self.page_size

@@ -206,7 +206,7 @@ def decode(
     found = None if points is None else _contexts(points)
     hint = "Without one give short contexts: nsa bench decode --config cpu-small --points 256"
     fits = found is not None or _device().type == "cuda"
-    check(fits, "nsa bench decode", "this machine", "have a CUDA GPU", "none", hint)
+    check(fits, "this machine", "have a CUDA GPU", "none", hint)
     run, results = load_config(config), _results(out, commit)
     name = configs.name_in_rows(config)
     bench_decode(results, shape, heads, run, name, cases=cases, providers=names, points=found)
@@ -297,15 +297,14 @@ def report(
     from nsa.bench import report as pages
     from nsa.bench.rows import read_rows
 
-    where = "nsa bench report"
-    check(tolerance >= 0, where, "--tolerance", "be at least 0", tolerance)
-    files = row_files(where, "ROWS", rows)
+    check(tolerance >= 0, "--tolerance", "be at least 0", tolerance)
+    files = row_files("ROWS", rows)
     new = read_rows(files)
     print(pages.write_report(new, out) if out is not None else pages.result_table(new))
     if guard is None:
         return 0
     known = [] if COMMITTED not in guard else carried_rows("results")
-    known += row_files(where, "--guard", [path for path in guard if path != COMMITTED])
+    known += row_files("--guard", [path for path in guard if path != COMMITTED])
     own = {path.resolve() for path in files}
     baseline = read_rows([path for path in known if path.resolve() not in own])
     lines, passed = pages.guard(new, baseline, tolerance)
@@ -313,7 +312,7 @@ def report(
     return 0 if passed else 1
 
 
-def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
+def row_files(option: str, paths: Sequence[str]) -> list[Path]:
     """Return files of rows: named files, and those in named folders, which may contain others.
 
     Raises:
@@ -321,7 +320,7 @@ def row_files(function: str, option: str, paths: Sequence[str]) -> list[Path]:
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        check(path.exists(), function, option, "be a file or folder of rows that exists", path)
+        check(path.exists(), option, "be a file or folder of rows that exists", path)
         found += _rows_in(path) if path.is_dir() else [path]
     return found
 
@@ -370,14 +369,14 @@ def _results(out: Path | None, commit: str | None) -> Any:
 def _in_range(where: str, least: int, **given: int | None) -> None:
     for name, value in given.items():
         fits = value is None or least <= value <= _MOST
-        check(fits, where, option(name), f"be from {least} to {_MOST:,}", value)
+        check(fits, option(name), f"be from {least} to {_MOST:,}", value)
 
 
 def _lengths(option: str, text: str) -> list[int]:
     words = text.split(",")
     fits = all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words)
     rule = f"be lengths from 1 to {_MOST:,} with commas between them"
-    check(fits, "nsa bench", option, rule, repr(text), "For example: 2048,65536")
+    check(fits, option, rule, repr(text), "For example: 2048,65536")
     return [int(word) for word in words]
 
 
@@ -391,7 +390,7 @@ def _contexts(text: str) -> list[tuple[int, int]]:
     fits &= all(a >= MIN_LENGTH and a * b <= _MOST for a, b in points)
     rule = f"be at least {MIN_LENGTH} tokens or TOKENSxSEQUENCES, with commas between them"
     hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."
-    check(fits, "nsa bench decode", "--points", rule, repr(text), hint)
+    check(fits, "--points", rule, repr(text), hint)
     return points
 
 
@@ -399,7 +398,7 @@ def _words(option: str, text: str | None, known: Collection[str]) -> list[str]:
     """Split words at commas, each once; None means all that are known."""
     words = list(known) if text is None else list(dict.fromkeys(text.split(",")))
     for word in words:
-        check(word in known, "nsa bench", option, f"be among {', '.join(known)}", repr(word))
+        check(word in known, option, f"be among {', '.join(known)}", repr(word))
     return words
 
 

@@ -128,7 +128,7 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
     from nsa.files import replace_text
     from nsa.train.data.synthetic import needle_prompts
 
-    check_output("nsa data needles", "OUT", Path(out), is_new=True)
+    check_output("OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]
     replace_text(Path(out), "\n".join(lines) + "\n")
     print(f"{out}: {number:,} prompts of at most {size:,} bytes")

@@ -59,7 +59,7 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
         "tiles of the kernels": _tiles(),
     }
     if shape is not None:
-        check(seq_len > 0, "nsa doctor", "--seq", "be positive", seq_len)
+        check(seq_len > 0, "--seq", "be positive", seq_len)
         config = parse_shape(shape)
         heads = f"{config.num_heads} heads in {config.num_kv_heads} groups"
         sizes = f"D {config.head_dim}, Dv {config.value_dim}"
@@ -164,7 +164,7 @@ def _operators() -> Lines:
         out.sum().backward()
         finite = bool(out.isfinite().all())
         took = f"{_PROBE_TOKENS} tokens took {1000 * (time.perf_counter() - begin):.0f} ms"
-        is_eager = choose_backend("nsa doctor", "auto", x) == "reference"
+        is_eager = choose_backend("auto", x) == "reference"
         what = "eager PyTorch" if is_eager else "Triton kernels"
         yield f"{device}: {what}. A first forward and backward of {took}."
         if not finite:

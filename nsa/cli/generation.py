@@ -59,8 +59,8 @@ def generate(
     from nsa.train.run_folder import RunFolder
 
     rule = "be given, or --prompt-file"
-    check(bool(prompt or prompt_file), "generate", "--prompt", rule, "neither")
-    check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
+    check(bool(prompt or prompt_file), "--prompt", rule, "neither")
+    check(batch_size > 0, "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
     config = folder.load_config()
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
@@ -76,7 +76,7 @@ def generate(
         "compute_dtype": config.compute_dtype,
     }
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    with explained("generate", "the text", lambda: hint):
+    with explained("the text", lambda: hint):
         start = _starter(folder, checkpoint, device, seed, options)
         _write(prompts, batch_size, start)
     return 0
@@ -97,7 +97,7 @@ def _starter(
     from nsa.train.runs.evaluation import load_model
 
     config = folder.load_config().model
-    path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
+    path, where = find_checkpoint(folder.checkpoints, checkpoint), choose_device(device)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
 
@@ -119,7 +119,7 @@ def _starter(
 def _given(prompts: Sequence[str]) -> list[str]:
     """Prompts of the command line, one of which may be standard input."""
     times = [*prompts].count("-")
-    check(times <= 1, "generate", "--prompt -", "be given only once", f"it {times} times")
+    check(times <= 1, "--prompt -", "be given only once", f"it {times} times")
     return [
         _decoded("standard input", sys.stdin.buffer.read()) if prompt == "-" else prompt
         for prompt in prompts
@@ -130,11 +130,11 @@ def _from_file(path: Path | None) -> list[str]:
     """Prompts of a file; its empty lines are ignored."""
     if path is None:
         return []
-    check(path.is_file(), "generate", "--prompt-file", "name an existing file", path)
+    check(path.is_file(), "--prompt-file", "name an existing file", path)
     content = _decoded("--prompt-file", path.read_bytes())
     lines = content.replace("\r\n", "\n").split("\n")
     prompts = [line for line in lines if line.strip()]
-    check(bool(prompts), "generate", "--prompt-file", "contain a prompt", f"none in {path}")
+    check(bool(prompts), "--prompt-file", "contain a prompt", f"none in {path}")
     return prompts
 
 
@@ -142,7 +142,7 @@ def _decoded(what: str, content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        fail("generate", what, "be text in UTF-8", f"another byte at offset {error.start}")
+        fail(what, "be text in UTF-8", f"another byte at offset {error.start}")
 
 
 # --- texts ----------------------------------------------------------------------------------------

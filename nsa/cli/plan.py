@@ -43,8 +43,8 @@ def plan(
     price = price_per_gpu_hour
     given = {"--memory-gib": memory_gib, "--price-per-gpu-hour": price, "--mfu": mfu}
     for name, value in given.items():
-        check(value is None or value > 0, "nsa plan", name, "be positive", value)
-    check(mfu is None or mfu <= 1, "nsa plan", "--mfu", "be at most 1", mfu)
+        check(value is None or value > 0, name, "be positive", value)
+    check(mfu is None or mfu <= 1, "--mfu", "be at most 1", mfu)
     configs = {path: load_config(path, settings) for path in config}
 
     from nsa import plan as planning
@@ -101,5 +101,5 @@ def doctor(
     from nsa.cli.doctor import diagnose
 
     together = (shape is None) == (seq is None)
-    check(together, "nsa doctor", "--shape and --seq", "be given together", (shape, seq))
+    check(together, "--shape and --seq", "be given together", (shape, seq))
     return 1 if diagnose(shape, seq or 0, dtype) else 0

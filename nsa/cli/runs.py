@@ -67,7 +67,7 @@ def evaluate(
 
     at_a_time = micro_batch or config.micro_batch
     fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
-    with explained("eval", "the evaluation", lambda: f"Give {fewer}--device cpu."):
+    with explained("the evaluation", lambda: f"Give {fewer}--device cpu."):
         for finding in evaluate_run(
             folder,
             checkpoint=checkpoint,
@@ -148,14 +148,14 @@ def inspect(
     from nsa.files import replace_text
     from nsa.train.run_folder import RunFolder
 
-    check_output("inspect", "--record", record, is_new=True)
-    check_output("inspect", "--output", output)
+    check_output("--record", record, is_new=True)
+    check_output("--output", output)
     folder = RunFolder.open(run)
 
     from nsa.train.runs.inspection import inspect_run, inspection_page
     from nsa.train.watch.out_of_memory import explained
 
-    with explained("inspect", "the text", lambda: "Give fewer --tokens or --device cpu."):
+    with explained("the text", lambda: "Give fewer --tokens or --device cpu."):
         found = inspect_run(
             folder, checkpoint=checkpoint, text=text, device=device, num_tokens=tokens
         )
@@ -226,7 +226,7 @@ def report(run: str, *, output: Path | None = None) -> int:
     from nsa.train.run_folder import RunFolder
     from nsa.train.runs.report import report_page
 
-    check_output("report", "--output", output)
+    check_output("--output", output)
     folder = RunFolder.open(run)
     target = output or folder.path / "report.html"
     replace_text(target, report_page(folder))

@@ -71,14 +71,14 @@ def train(
         given = {"CONFIG": config, "--run-dir": run_dir, "--init-from": init_from}
         for name, value in given.items():
             rule = "be left out with --resume"
-            check(value is None, "train", name, rule, value, "A run that is resumed has its own.")
+            check(value is None, name, rule, value, "A run that is resumed has its own.")
         run = RunFolder.open(resume, "--resume").load_config(settings)
     else:
         hint = "For example: nsa train cpu-small"
-        check(config is not None, "train", "CONFIG", "be given", "none", hint)
+        check(config is not None, "CONFIG", "be given", "none", hint)
         run = load_config(config, settings)
     alone = checkpoint is not None and init_from is None
-    check(not alone, "train", "--checkpoint", "be given with --init-from only", checkpoint)
+    check(not alone, "--checkpoint", "be given with --init-from only", checkpoint)
     if resume is not None:
         return _start("train", run, resume, resume=True, overrides=settings)
     weights = None if init_from is None else _initial_weights(init_from, checkpoint)
@@ -94,10 +94,10 @@ def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
     path = Path(init_from)
     if is_exported(path):
         rule = "be left out with an exported folder"
-        check(checkpoint is None, "train", "--checkpoint", rule, checkpoint)
+        check(checkpoint is None, "--checkpoint", rule, checkpoint)
         return path
     folder = RunFolder.open(init_from, "--init-from")
-    return find_checkpoint("train", folder.checkpoints, checkpoint or "last")
+    return find_checkpoint(folder.checkpoints, checkpoint or "last")
 
 
 def _start(
@@ -129,7 +129,7 @@ def _start(
     launch = read_launch()
     hint = "A restart must find the run that it continues."
     found = run_dir is not None or not launch.launcher
-    check(found, command, "--run-dir", "be given with torchrun", "none", hint)
+    check(found, "--run-dir", "be given with torchrun", "none", hint)
     check_launch(config, launch)
 
     # These import PyTorch; mistakes in the arguments above are reported before that.
@@ -140,7 +140,7 @@ def _start(
 
     path = next_run_path(name) if run_dir is None else run_dir
     device = choose_device(config.device, launch.local_rank)
-    check_run_fits(command, config, device)
+    check_run_fits(config, device)
     with join(launch, device) as processes:
         with processes.main_first():
             makes = processes.is_main and launch.restart == 0 and not resume
@@ -188,7 +188,7 @@ def _run(
         folder.in_use() if processes.is_main else nullcontext(),
         RunReport(log, plan.num_steps if plan else config.steps, buffered=not is_new) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
-        explained("train", "the run", lambda: hint_for_run(config, folder)),
+        explained("the run", lambda: hint_for_run(config, folder)),
     ):
         report.line(f"run folder: {folder.path}", event="start")
         trainer = Trainer(
@@ -298,14 +298,14 @@ def profile(
 
     run, name = load_config(config, settings), "nsa profile"
     for word, steps in {"--wait": wait, "--warmup": warmup, "--active": active}.items():
-        check(steps > 0, name, word, "be positive", steps)
+        check(steps > 0, word, "be positive", steps)
     from nsa.train.execution.precision import choose_device
     from nsa.train.profiler import Plan
 
     plan = Plan(wait, warmup, active, nvtx, memory)
     on_gpu, needed = choose_device(run.device).type == "cuda", plan.num_steps
-    check(run.steps >= needed, name, "--steps", f"be at least {needed} for this profile", run.steps)
-    check(on_gpu or not nvtx, name, "--nvtx", "be left out on a CPU", True)
+    check(run.steps >= needed, "--steps", f"be at least {needed} for this profile", run.steps)
+    check(on_gpu or not nvtx, "--nvtx", "be left out on a CPU", True)
     return _start(name, run, run_dir, f"{config.removesuffix('.yaml')}-profile.yaml", plan=plan)
 
 

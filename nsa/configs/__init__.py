@@ -44,7 +44,7 @@ def find(config: str | Path) -> Path:
         near = nearest(name, names())
         hint = "`nsa configs` lists them; the path of a file ends in .yaml."
         hint = hint if near is None else f"The nearest is {near}; {hint}"
-        fail("find", "the configuration", "be one that comes with the package", repr(name), hint)
+        fail("the configuration", "be one that comes with the package", repr(name), hint)
     return FOLDER / f"{name}.yaml"
 
 

@@ -47,7 +47,7 @@ def register(name: str = "nsa", **changes: Any) -> None:
         ValueError: a field is not valid, or is set by the model.
     """
     for field in _OF_MODEL:
-        check(field not in changes, _NAME, field, "be left out", changes.get(field))
+        check(field not in changes, field, "be left out", changes.get(field))
     # The keys are rotated already.
     fixed: dict[str, Any] = {"phi": "mean", "compress_rope": "none"}
     pattern = NSAConfig(**{"branches": ("slc", "win"), **changes, **fixed})
@@ -66,11 +66,11 @@ def register(name: str = "nsa", **changes: Any) -> None:
         for argument in _REFUSED:
             given = others.get(argument)
             fits = given is None or (not isinstance(given, Tensor) and given == 0)
-            check(fits, name, argument, "be left out or 0", given)
+            check(fits, argument, "be left out or 0", given)
         is_causal = others.get("is_causal", getattr(module, "is_causal", True))
-        check(is_causal, name, "is_causal", "be true", is_causal)
+        check(is_causal, "is_causal", "be true", is_causal)
         dimensions = attention_mask.ndim
-        check(dimensions == 2, name, "attention_mask", "be [B, S]", f"{dimensions} dimensions")
+        check(dimensions == 2, "attention_mask", "be [B, S]", f"{dimensions} dimensions")
         batch, num_heads, new, size = query.shape
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": key.shape[1]}
         config = replace(pattern, **heads, head_dim=size, value_dim=value.shape[3])
@@ -105,7 +105,7 @@ def keys_read(model: PreTrainedModel) -> list[float]:
     """
     found = [float(m.keys_read) for m in model.modules() if hasattr(m, "keys_read")]
     rule = "have run with attention from nsa.hf.register"
-    check(bool(found), "keys_read", "model", rule, type(model).__name__)
+    check(bool(found), "model", rule, type(model).__name__)
     return found
 
 

@@ -98,7 +98,7 @@ class GenerationCache(Cache):
         """Check the next columns; return which hold tokens, None without padding."""
         decoder, columns = self.decoder, tokens.shape[1]
         rule = f"have {decoder.batch_size} rows, as the cache"
-        check(tokens.shape[0] == decoder.batch_size, _NAME, "input_ids", rule, tokens.shape[0])
+        check(tokens.shape[0] == decoder.batch_size, "input_ids", rule, tokens.shape[0])
         has_begun = min(decoder.cache.lengths) > 0
         is_read = mask is not None and (columns > 1 or not has_begun or not tokens.is_cuda)
         return self._valid(mask, columns) if is_read and mask is not None else None
@@ -106,14 +106,14 @@ class GenerationCache(Cache):
     def _valid(self, mask: Tensor, columns: int) -> Tensor | None:
         """Mask of the new columns, true for tokens; None if there is no padding."""
         total = self._columns + columns
-        check(mask.shape[-1] == total, _NAME, "attention_mask", f"have {total} columns", mask.shape)
+        check(mask.shape[-1] == total, "attention_mask", f"have {total} columns", mask.shape)
         valid = mask[:, -columns:] != 0
         if valid.all():
             return None
         begun = torch.tensor(self.decoder.cache.lengths, device=mask.device) > 0
         before = torch.cat((begun[:, None], valid[:, :-1]), dim=1)
         rule = "have padding on the left alone"
-        check(not (before & ~valid).any(), _NAME, "attention_mask", rule, "some behind a token")
+        check(not (before & ~valid).any(), "attention_mask", rule, "some behind a token")
         return valid
 
     def _append(self, tokens: Tensor, valid: Tensor | None, outputs: list[Tensor] | None) -> Tensor:
@@ -159,7 +159,7 @@ class GenerationCache(Cache):
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an error: the model's own layers write to the cache."""
-        fail(_NAME, "model", "be an NSAForCausalLM", "the layers of another model")
+        fail("model", "be an NSAForCausalLM", "the layers of another model")
 
     def activate_past_recording(self) -> None:
         """Let :meth:`crop` remove as many tokens as the window has, if the cache is empty.
@@ -190,15 +190,15 @@ class GenerationCache(Cache):
         fits = all(n == 0 or n >= cache.least_length(b) for b, n in enumerate(lengths))
         rule = f"remove at most {cache.rollback} columns since the largest length"
         hint = "Before the first tokens, activate_past_recording() raises this to window_size."
-        check(fits, _NAME, "tokens_to_remove", rule, tokens_to_remove, hint)
+        check(fits, "tokens_to_remove", rule, tokens_to_remove, hint)
         for row, length in enumerate(lengths):
             cache.truncate(row, length)
         self._columns -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Raise an error: the number of rows is fixed."""
-        fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"{repeats} times as many")
+        fail("rows", f"stay {self.decoder.batch_size}", f"{repeats} times as many")
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
         """Raise an error: the number of rows is fixed."""
-        fail(_NAME, "rows", f"stay {self.decoder.batch_size}", f"a selection of {len(indices)}")
+        fail("rows", f"stay {self.decoder.batch_size}", f"a selection of {len(indices)}")

@@ -55,13 +55,13 @@ def export_run(
     Raises:
         ValueError: the target exists, or Llama does not support the model.
     """
-    check(not target.exists(), "export", "DIR", "not exist yet", target)
+    check(not target.exists(), "DIR", "not exist yet", target)
     config = folder.load_config()
     if layout == "llama":
-        llama_settings("export", config.model)
+        llama_settings(config.model)
     is_size = re.fullmatch("[1-9][0-9]*[KMGT]B", shard_size) is not None
-    check(is_size, "export", "--shard-size", "be a size such as 5GB or 500MB", shard_size)
-    path = find_checkpoint("export", folder.checkpoints, checkpoint)
+    check(is_size, "--shard-size", "be a size such as 5GB or 500MB", shard_size)
+    path = find_checkpoint(folder.checkpoints, checkpoint)
     model, step = load_model(config.model, path, torch.device("cpu"))
     model.to(DTYPES[dtype])
     separator = load_tokenizer(folder.tokenizer).separator_id
@@ -95,7 +95,7 @@ def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
     Raises:
         ValueError: Llama does not support the model.
     """
-    settings = LlamaConfig(**llama_settings("export", model.config), **values)
+    settings = LlamaConfig(**llama_settings(model.config), **values)
     with torch.device("meta"):
         llama = LlamaForCausalLM(settings)
     state = {llama_name(name): x for name, x in model.state_dict().items()}

@@ -51,7 +51,7 @@ def _documents(
     fits = position_ids.ndim == 2 and position_ids.shape[-1] == columns
     fits = fits and position_ids.shape[0] in (1, batch)
     rule = f"have shape [{batch}, {columns}]"
-    check(fits, _NAME, "position_ids", rule, tuple(position_ids.shape))
+    check(fits, "position_ids", rule, tuple(position_ids.shape))
     column = torch.arange(cached, cached + columns, device=device)
     hint = "The model counts positions from the first token of a row."
     if cached or (mask is not None and not mask.all()):
@@ -62,7 +62,7 @@ def _documents(
         is_usual = ((position_ids == rank) | ~valid).all()
         is_usual |= ((position_ids == column) | ~valid).all()
         rule = "be the columns of the tokens, or count the tokens of each row"
-        check(bool(is_usual), _NAME, "position_ids", rule, "others", hint)
+        check(bool(is_usual), "position_ids", rule, "others", hint)
         return {}
     starts = (position_ids == 0).expand(shape)
     since = torch.where(starts, column, 0).cummax(1).values
@@ -70,7 +70,7 @@ def _documents(
     # one wait for the device
     fits, *begins = torch.cat((is_packed[None], starts.flatten())).tolist()
     rule = "count from 0, in each row or in each of its documents"
-    check(fits, _NAME, "position_ids", rule, "others", hint)
+    check(fits, "position_ids", rule, "others", hint)
     offsets = [place for place, begin in enumerate(begins) if begin] + [batch * columns]
     if len(offsets) == batch + 1:
         return {}
@@ -129,7 +129,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         """Store only the input of each layer; the backward pass recomputes the rest."""
         function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
         rule = "be left out: activations are computed again"
-        check(function is checkpoint, "activation_checkpointing_enable", "offload", rule, True)
+        check(function is checkpoint, "offload", rule, True)
         model = self.base_model
         model.gradient_checkpointing = enable
         for number, layer in enumerate(model.lm.decoder_layers()):
@@ -139,7 +139,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Raise an error: the tokenizer determines the vocabulary size."""
         rule = f"stay at the {self.config.vocab_size} tokens of the model"
-        fail(_NAME, "the vocabulary", rule, "another size")
+        fail("the vocabulary", rule, "another size")
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -160,11 +160,11 @@ class NSAPreTrainedModel(PreTrainedModel):
                 names = [name for name in names if not name.startswith("score.")]
             found = f"{len(names)} such weights in {where}"
             if names:
-                fail("from_pretrained", "the folder", rule.format(names[0]), found)
+                fail("the folder", rule.format(names[0]), found)
         devices = {parameter.device for parameter in cast(Self, model).parameters()}
         rule = "keep all weights in memory, without offloading"
         is_there = torch.device("meta") not in devices
-        check(is_there, "from_pretrained", "device_map", rule, kwargs.get("device_map"))
+        check(is_there, "device_map", rule, kwargs.get("device_map"))
         for layer in cast(Self, model).base_model.lm.decoder_layers():
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.freeze_scoring()
@@ -258,24 +258,24 @@ class NSAModel(NSAPreTrainedModel):
     ) -> tuple[Tensor, int]:
         """Check arguments of a forward pass; return its input and the number of cached columns."""
         is_given, hint = bool(others.get("output_attentions")), "nsa inspect shows selected blocks."
-        check(not is_given, _NAME, "output_attentions", "be left out", "it", hint)
+        check(not is_given, "output_attentions", "be left out", "it", hint)
         if (input_ids is None) == (inputs_embeds is None):
-            fail(_NAME, "input_ids", "be given, or inputs_embeds, not both", input_ids)
+            fail("input_ids", "be given, or inputs_embeds, not both", input_ids)
         if input_ids is not None:
             shape = tuple(input_ids.shape)
-            check(len(shape) == 2, _NAME, "input_ids", "have shape [B, T]", shape)
+            check(len(shape) == 2, "input_ids", "have shape [B, T]", shape)
         else:
             assert inputs_embeds is not None
             shape, width = tuple(inputs_embeds.shape), self.config.width
             fits = len(shape) == 3 and shape[-1] == width
-            check(fits, _NAME, "inputs_embeds", f"have shape [B, T, {width}]", shape)
+            check(fits, "inputs_embeds", f"have shape [B, T, {width}]", shape)
         x = cast(Tensor, inputs_embeds if input_ids is None else input_ids)
         if past_key_values is None:
             hint = "Give past_key_values=model.new_cache(batch_size, max_tokens=...)."
-            check(not use_cache, _NAME, "use_cache", "come with past_key_values", use_cache, hint)
+            check(not use_cache, "use_cache", "come with past_key_values", use_cache, hint)
             return x, 0
         is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
-        check(is_ours, _NAME, "past_key_values", "come from new_cache", kind.__name__)
+        check(is_ours, "past_key_values", "come from new_cache", kind.__name__)
         return x, past_key_values.get_seq_length()
 
     def _hidden_states(
@@ -291,10 +291,10 @@ class NSAModel(NSAPreTrainedModel):
         cu_seqlens, max_seqlen, shape = cu_seq_lens_q, max_length_q, x.shape[:2]
         has_padding = mask is not None and not mask.all()
         rule = "be without padding with cu_seq_lens_q"
-        check(cu_seqlens is None or not has_padding, _NAME, "attention_mask", rule, "some")
+        check(cu_seqlens is None or not has_padding, "attention_mask", rule, "some")
         if cu_seqlens is None and mask is not None and has_padding:
             rule = f"have the shape of input_ids {tuple(shape)}"
-            check(mask.shape == shape, _NAME, "attention_mask", rule, tuple(mask.shape))
+            check(mask.shape == shape, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask, function=_NAME)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
         if x.ndim == 2:
@@ -426,7 +426,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     ) -> None:
         kind = generation_config.cache_implementation
         rule = "be left out: the model has its own, which is static"
-        check(kind in (None, "static"), _NAME, "cache_implementation", rule, kind)
+        check(kind in (None, "static"), "cache_implementation", rule, kind)
         if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
             return
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)

@@ -111,8 +111,8 @@ class Decoder:
             ValueError: no sequence has new tokens, or the cache is full. The cache is unchanged.
         """
         count = len(tokens)
-        check(count == self.batch_size, "Decoder", "tokens", f"be {self.batch_size} lists", count)
-        check(any(map(len, tokens)), "Decoder", "tokens", "have a token in some list", "none")
+        check(count == self.batch_size, "tokens", f"be {self.batch_size} lists", count)
+        check(any(map(len, tokens)), "tokens", "have a token in some list", "none")
         device, lengths = next(self.model.parameters()).device, [len(x) for x in tokens]
         packed = integers(chain.from_iterable(tokens), device)
         cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
@@ -139,7 +139,7 @@ class Decoder:
         rule = f"have shape [{self.batch_size}, 1 to {MOST_QUERIES}]"
         fits = tokens.ndim == 2 and tokens.shape[0] == self.batch_size
         fits = fits and 1 <= tokens.shape[1] <= MOST_QUERIES
-        check(fits, "Decoder", "tokens", rule, tuple(tokens.shape))
+        check(fits, "tokens", rule, tuple(tokens.shape))
         queries = tokens.shape[1]
         if not (tokens.is_cuda and self._is_captured and queries in self._graphs):
             # The first step of a size compiles kernels and reserves memory: it is not captured.

@@ -26,11 +26,10 @@ def llama_name(name: str) -> str:
     return f"model.layers.{number}.{_INNER[part]}.{rest}"
 
 
-def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
+def llama_settings(config: LMConfig) -> dict[str, Any]:
     """Return the settings of transformers' ``LlamaConfig`` for a dense model.
 
     Args:
-        function: name of the caller, for messages.
         config: the model.
 
     Raises:
@@ -48,7 +47,7 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
         ("width", config.width, f"be a multiple of num_heads ({heads})", config.width % heads == 0),
     )
     for name, value, rule, holds in needed:
-        check(holds, function, f"model.{name}", f"{rule} for Llama's layout", value)
+        check(holds, f"model.{name}", f"{rule} for Llama's layout", value)
     rope = {"rope_type": kind or "default", "rope_theta": nsa.rope_theta}
     if scaling is not None:
         rope["factor"] = scaling.factor
@@ -73,11 +72,10 @@ def llama_settings(function: str, config: LMConfig) -> dict[str, Any]:
     }
 
 
-def check_llama(function: str, argument: str, found: Mapping[str, Any], config: LMConfig) -> None:
+def check_llama(argument: str, found: Mapping[str, Any], config: LMConfig) -> None:
     """Raise an error if the settings of a Llama differ from a dense model.
 
     Args:
-        function: name of the caller, for messages.
         argument: argument that named the Llama.
         found: ``config.json`` of the Llama.
         config: the model.
@@ -85,9 +83,9 @@ def check_llama(function: str, argument: str, found: Mapping[str, Any], config: 
     heads, width = found.get("num_attention_heads", 32), found.get("hidden_size", 4096)
     for name, size in (("num_attention_heads", heads), ("hidden_size", width)):
         is_size = isinstance(size, int) and size > 0
-        check(is_size, function, argument, f"have a positive integer as {name}", repr(size))
+        check(is_size, argument, f"have a positive integer as {name}", repr(size))
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    check(isinstance(rope, dict), function, argument, "have rope_parameters as an object", rope)
+    check(isinstance(rope, dict), argument, "have rope_parameters as an object", rope)
     rope = {**rope}
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     rope.setdefault("rope_theta", found.get("rope_theta", 10_000.0))
@@ -102,6 +100,6 @@ def check_llama(function: str, argument: str, found: Mapping[str, Any], config: 
     }
     values = {**defaults, **{key: x for key, x in found.items() if x is not None}}
     values["rope_parameters"] = rope
-    for name, wanted in llama_settings(function, config).items():
+    for name, wanted in llama_settings(config).items():
         value = values.get(name)
-        check(value == wanted, function, argument, f"have {name} {wanted}, as the run", value)
+        check(value == wanted, argument, f"have {name} {wanted}, as the run", value)

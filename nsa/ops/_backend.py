@@ -38,13 +38,12 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def check_kernels_run(function: str, argument: str, index: int | None, hint: str) -> None:
+def check_kernels_run(argument: str, index: int | None, hint: str) -> None:
     """Raise if the GPU is too old for the kernels or Triton is not installed.
 
     ``torch.compile`` evaluates it while tracing; it adds nothing to the graph.
 
     Args:
-        function: public name, used in messages.
         argument: name of the argument that specifies the device.
         index: index of the CUDA device; None means the current one.
         hint: suggested alternative, a full sentence.
@@ -54,13 +53,13 @@ def check_kernels_run(function: str, argument: str, index: int | None, hint: str
     """
     if not has_triton():
         rule = "be on a CPU where Triton is not installed"
-        fail(function, argument, rule, f"a GPU on {sys.platform}", hint)
+        fail(argument, rule, f"a GPU on {sys.platform}", hint)
     if is_too_old(index):
         pairs = (LEAST_CAPABILITY, capability(index) or ())
         least, found = (".".join(map(str, pair)) for pair in pairs)
         rule = f"be on a GPU of compute capability {least} or above for the Triton kernels"
         name = torch.cuda.get_device_name(index)
-        fail(function, argument, rule, f"{name} of {found}", f"{hint} Or take a newer GPU.")
+        fail(argument, rule, f"{name} of {found}", f"{hint} Or take a newer GPU.")
 
 
 # Same effect as torch.compiler.assume_constant_result, without importing the compiler.
@@ -74,24 +73,24 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NO_KERNELS = 'Ask for backend="reference", or compute on a CPU.'
 
 
-def choose_backend(function: str, backend: str, x: Tensor, argument: str = "q") -> str:
+def choose_backend(backend: str, x: Tensor, argument: str = "q") -> str:
     """Return the backend for inputs like ``x``.
 
     ``auto`` depends only on the device; an explicit request never falls back. Error messages call
     ``x`` by the name ``argument``.
     """
-    check(backend in BACKENDS, function, "backend", f"be one of {', '.join(BACKENDS)}", backend)
+    check(backend in BACKENDS, "backend", f"be one of {', '.join(BACKENDS)}", backend)
     if backend == "auto":
         backend = "triton" if on_gpu(x) else "reference"
     if backend == "triton":
         rule = "be bfloat16, float16 or float32 for the Triton kernels"
         hint = 'Or ask for backend="reference".'
-        check(x.dtype in KERNEL_DTYPES, function, argument, rule, x.dtype, hint)
+        check(x.dtype in KERNEL_DTYPES, argument, rule, x.dtype, hint)
         if x.device.type == "cuda":
-            check_kernels_run(function, argument, x.device.index, _NO_KERNELS)
+            check_kernels_run(argument, x.device.index, _NO_KERNELS)
         if not on_gpu(x) and not torch.compiler.is_compiling():
             rule = 'lie on a CUDA GPU for backend="triton"'
-            check(kernels_run_on_cpu(), function, argument, rule, x.device)
+            check(kernels_run_on_cpu(), argument, rule, x.device)
     return backend
 
 

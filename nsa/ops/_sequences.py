@@ -56,7 +56,6 @@ class Sequences:
         *,
         num_tokens: int | None = None,
         device: torch.device | None = None,
-        function: str = "Sequences.packed",
     ) -> Sequences:
         """Packed sequences; create the object once and pass it to all layers of a model.
 
@@ -67,20 +66,17 @@ class Sequences:
             num_tokens: total number of tokens; required on a GPU without ``max_seqlen``, since the
                 offsets are not read there.
             device: device of the tokens; default: that of the offsets.
-            function: function name for error messages.
 
         Raises:
             ValueError: the offsets are invalid, or ``max_seqlen`` is below the longest sequence.
         """
         device = cu_seqlens.device if device is None else device
-        check_cu_seqlens(function, "cu_seqlens", cu_seqlens, device, num_tokens)
+        check_cu_seqlens("cu_seqlens", cu_seqlens, device, num_tokens)
         cu_seqlens = cu_seqlens.contiguous()  # kernels assume stride 1
         on_device = on_gpu(cu_seqlens)
         known = not on_device or max_seqlen is not None or num_tokens is not None
-        check(known, function, "max_seqlen", "be given on a GPU, or num_tokens", None)
-        most = longest(
-            function, "max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None
-        )
+        check(known, "max_seqlen", "be given on a GPU, or num_tokens", None)
+        most = longest("max_seqlen", cu_seqlens, max_seqlen, num_tokens if on_device else None)
         number = cu_seqlens.shape[0] - 1
         num_tokens = num_tokens if number else 0
         if num_tokens is None and reads_contents(cu_seqlens):
@@ -106,8 +102,8 @@ class Sequences:
         """
         mask, argument = attention_mask, "attention_mask"
         is_index = not (mask.dtype.is_floating_point or mask.dtype.is_complex)
-        check(is_index, function, argument, "be bool or integer, true for a token", mask.dtype)
-        check(mask.ndim == 2, function, argument, "have shape [B, T]", tuple(mask.shape))
+        check(is_index, argument, "be bool or integer, true for a token", mask.dtype)
+        check(mask.ndim == 2, argument, "have shape [B, T]", tuple(mask.shape))
         batch, length = mask.shape
         valid = mask != 0
         count = valid.sum(-1)
@@ -122,7 +118,7 @@ class Sequences:
             together = (valid == ((column >= 0) & (column < count[:, None]))).all(-1)
             if not together.all():
                 got = f"padding between tokens in row {int(together.int().argmin())}"
-                fail(function, argument, "have the tokens of each row together", got)
+                fail(argument, "have the tokens of each row together", got)
         return cls(
             (cu_seqlens, cu_seqlens), 2 * batch, length, length, mask.device, (batch, length)
         )
@@ -213,7 +209,6 @@ def pack(x: Tensor) -> Tensor:
 
 
 def open_sequences(
-    function: str,
     q: Tensor,
     key_shape: tuple[int, ...],
     cu_seqlens_q: Tensor | None,
@@ -226,7 +221,6 @@ def open_sequences(
     """Check the caller's sequence arguments and return the layout.
 
     Args:
-        function: public name, used in messages.
         q: queries as passed by the caller, packed or dense.
         key_shape: leading shape of the keys: ``(S,)`` packed, ``(B, S)`` dense.
         cu_seqlens_q: offsets of the queries as passed by the caller.
@@ -241,55 +235,55 @@ def open_sequences(
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     if sequences is not None:
         given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        check_given(function, "q", q.shape[:-2], q.device, sequences, **given)
+        check_given("q", q.shape[:-2], q.device, sequences, **given)
         if key_shape != tuple(q.shape[:-2]):
             rule = f"have the tokens of q {tuple(q.shape[:-2])} with sequences"
-            fail(function, "k", rule, key_shape)
+            fail("k", rule, key_shape)
         return replace(sequences, shape=(q.shape[0], q.shape[1]) if q.ndim == 4 else None)
     if q.ndim == 4:
-        check_absent(function, "a dense batch [B, T, H, D]", **given)
+        check_absent("a dense batch [B, T, H, D]", **given)
         batch, num_queries = q.shape[:2]
         if len(key_shape) != 2 or key_shape[0] != batch or key_shape[1] < num_queries:
             rule = f"be dense with batch {batch} and at least {num_queries} tokens each"
-            fail(function, "k", rule, f"leading shape {key_shape}")
+            fail("k", rule, f"leading shape {key_shape}")
         return Sequences(None, batch, num_queries, key_shape[1], q.device, (batch, num_queries))
     if len(key_shape) != 1:
-        fail(function, "k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
+        fail("k", "be packed [S, Hkv, D] when q is packed", f"leading shape {key_shape}")
     if cu_seqlens_q is None:
         rule = "be given together with cu_seqlens_k"
-        check(cu_seqlens_k is None, function, "cu_seqlens_q", rule, None)
+        check(cu_seqlens_k is None, "cu_seqlens_q", rule, None)
         if key_shape[0] < q.shape[0]:
-            fail(function, "k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
+            fail("k", f"have at least as many tokens as q ({q.shape[0]})", key_shape[0])
         return Sequences(None, 1, q.shape[0], key_shape[0], q.device)
     is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
         max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
-    check_cu_seqlens(function, "cu_seqlens_q", cu_seqlens_q, q.device, q.shape[0])
-    check_cu_seqlens(function, "cu_seqlens_k", cu_seqlens_k, q.device, key_shape[0])
-    check_same_count(function, cu_seqlens_q, cu_seqlens_k)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, q.shape[0])
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, key_shape[0])
+    check_same_count(cu_seqlens_q, cu_seqlens_k)
     cu_seqlens_q = cu_seqlens_q.contiguous()  # kernels assume stride 1
     cu_seqlens_k = cu_seqlens_q if is_same else cu_seqlens_k.contiguous()
     if reads_contents(cu_seqlens_q):
-        check_pair(function, cu_seqlens_q, cu_seqlens_k)
+        check_pair(cu_seqlens_q, cu_seqlens_k)
     upper = (q.shape[0], key_shape[0]) if backend == "triton" else (None, None)
-    len_q = longest(function, "max_seqlen_q", cu_seqlens_q, max_seqlen_q, upper[0])
-    len_k = longest(function, "max_seqlen_k", cu_seqlens_k, max_seqlen_k, upper[1])
+    len_q = longest("max_seqlen_q", cu_seqlens_q, max_seqlen_q, upper[0])
+    len_k = longest("max_seqlen_k", cu_seqlens_k, max_seqlen_k, upper[1])
     offsets = cu_seqlens_q, cu_seqlens_k
     return Sequences(offsets, cu_seqlens_q.shape[0] - 1, len_q, len_k, q.device)
 
 
 def compressed_key_shape(
-    function: str, q: Tensor, k_cmp: Tensor, config: NSAConfig, cu_seqlens_k: Tensor | None
+    q: Tensor, k_cmp: Tensor, config: NSAConfig, cu_seqlens_k: Tensor | None
 ) -> tuple[int, ...]:
     """Check compressed keys and return the leading shape of the key tokens they were made from.
 
     Without ``cu_seqlens_k`` there are as many key tokens as queries. With it, their number is read
     on the CPU; on a GPU it is assumed that they fill the rows of ``k_cmp``.
     """
-    check_heads(function, "q", q, config.num_heads, config.head_dim, q)
-    check(k_cmp.ndim == 3, function, "k_cmp", "be packed [C, Hkv, D]", tuple(k_cmp.shape))
-    check_heads(function, "k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
+    check_heads("q", q, config.num_heads, config.head_dim, q)
+    check(k_cmp.ndim == 3, "k_cmp", "be packed [C, Hkv, D]", tuple(k_cmp.shape))
+    check_heads("k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
     stride = config.compress_stride
     if cu_seqlens_k is None:
         key_shape = tuple(q.shape[:-2])
@@ -308,7 +302,7 @@ def compressed_key_shape(
         rule = (
             f"have one row per compressed block ({exact}), or S // compress_stride ({upper}) rows"
         )
-        fail(function, "k_cmp", rule, k_cmp.shape[0], hint)
+        fail("k_cmp", rule, k_cmp.shape[0], hint)
     return key_shape
 
 
@@ -332,49 +326,46 @@ def open_layer_input(
         attention_mask: mask of a padded batch.
         sequences: replaces the three preceding arguments.
     """
-    check(isinstance(x, Tensor), function, "x", "be a tensor", type(x).__name__)
+    check(isinstance(x, Tensor), "x", "be a tensor", type(x).__name__)
     for name, value, kind, rule in (
         ("cu_seqlens", cu_seqlens, Tensor, "a tensor"),
         ("attention_mask", attention_mask, Tensor, "a tensor"),
         ("sequences", sequences, Sequences, "nsa.Sequences"),
     ):
         fits = value is None or isinstance(value, kind)
-        check(fits, function, name, f"be {rule} or None", type(value).__name__)
+        check(fits, name, f"be {rule} or None", type(value).__name__)
     if x.ndim not in (2, 3) or x.shape[-1] != width:
-        fail(function, "x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
+        fail("x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)
     if attention_mask is not None:
         if sequences is not None:
-            fail(function, "attention_mask", "be left out with sequences", "a tensor")
+            fail("attention_mask", "be left out with sequences", "a tensor")
         if x.shape[:-1] != attention_mask.shape:
             rule = f"have the leading shape of x {tuple(x.shape[:-1])}"
-            fail(function, "attention_mask", rule, tuple(attention_mask.shape))
+            fail("attention_mask", rule, tuple(attention_mask.shape))
         if attention_mask.device != x.device:
-            fail(function, "attention_mask", f"be on {x.device} like x", attention_mask.device)
+            fail("attention_mask", f"be on {x.device} like x", attention_mask.device)
         sequences = Sequences.padded(attention_mask, function=function)
     if sequences is not None:
         given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        check_given(function, "x", x.shape[:-1], x.device, sequences, **given)
+        check_given("x", x.shape[:-1], x.device, sequences, **given)
         return packed, sequences
     if x.ndim == 2 and cu_seqlens is not None:
-        return x, Sequences.packed(
-            cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device, function=function
-        )
-    check_absent(function, "a dense batch [B, T, width]", cu_seqlens=cu_seqlens)
+        return x, Sequences.packed(cu_seqlens, max_seqlen, num_tokens=x.shape[0], device=x.device)
+    check_absent("a dense batch [B, T, width]", cu_seqlens=cu_seqlens)
     batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
     return packed, Sequences(None, batch, length, length, x.device)
 
 
-def check_absent(function: str, other: str, **given: Tensor | int | None) -> None:
+def check_absent(other: str, **given: Tensor | int | None) -> None:
     """Check that the caller left out arguments that cannot be combined with ``other``."""
     for name, x in given.items():
         if x is not None:
             got = "a tensor" if isinstance(x, Tensor) else x
-            fail(function, name, f"be left out with {other}", got)
+            fail(name, f"be left out with {other}", got)
 
 
 def check_given(
-    function: str,
     argument: str,
     shape: tuple[int, ...],
     device: torch.device,
@@ -382,14 +373,14 @@ def check_given(
     **others: Tensor | int | None,
 ) -> None:
     """Check that the caller's ``sequences`` match the tokens and are the only description."""
-    check_absent(function, "sequences or attention_mask", **others)
+    check_absent("sequences or attention_mask", **others)
     if device != sequences.device:
-        fail(function, "sequences", f"be on {device} like {argument}", sequences.device)
+        fail("sequences", f"be on {device} like {argument}", sequences.device)
     count, batch = math.prod(shape), sequences.shape
     if batch is not None:
         if tuple(shape) not in (batch, (math.prod(batch),)):
             rule = f"be of a batch of shape {tuple(shape)} like {argument}"
-            fail(function, "sequences", rule, batch)
+            fail("sequences", rule, batch)
         return
     described: int | None
     if sequences.offsets is None:
@@ -399,4 +390,4 @@ def check_given(
         described = None if torch.compiler.is_compiling() else sequences.num_tokens
         got = f"{described}"
     if described is not None and described != count:
-        fail(function, "sequences", f"contain as many tokens as {argument} ({count})", got)
+        fail("sequences", f"contain as many tokens as {argument} ({count})", got)

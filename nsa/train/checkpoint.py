@@ -72,11 +72,10 @@ def best_checkpoint(folder: Path, *, skip_damaged: bool = True) -> Path | None:
     return min(known, key=known.__getitem__, default=None)
 
 
-def find_checkpoint(function: str, folder: Path, which: str) -> Path:
+def find_checkpoint(folder: Path, which: str) -> Path:
     """Return the checkpoint that the user asks for.
 
     Args:
-        function: the command, for messages.
         folder: folder of all checkpoints of a run.
         which: ``last``, ``best`` (the lowest validation loss), or a number of optimizer steps.
 
@@ -84,16 +83,16 @@ def find_checkpoint(function: str, folder: Path, which: str) -> Path:
         ValueError: there is none, or the best is unknown because one is damaged.
     """
     found = {str(step_of(path)): path for path in list_checkpoints(folder)}
-    check(bool(found), function, "RUN", "contain a checkpoint", folder.parent)
+    check(bool(found), "RUN", "contain a checkpoint", folder.parent)
     if which == "last":
         return list(found.values())[-1]
     if which == "best":
         if best := best_checkpoint(folder, skip_damaged=False):
             return best
         hint = "None of them belongs to a step that was evaluated."
-        fail(function, "--checkpoint", "be last or a step", which, hint)
+        fail("--checkpoint", "be last or a step", which, hint)
     step, rule = which.lstrip("0") or "0", f"be last, best or one of {', '.join(found)}"
-    check(step in found, function, "--checkpoint", rule, which)
+    check(step in found, "--checkpoint", rule, which)
     return found[step]
 
 
@@ -224,7 +223,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             file.
     """
     is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
-    check(is_one, "read_meta", "path", "be the folder of a checkpoint, step-<number>", path)
+    check(is_one, "path", "be the folder of a checkpoint, step-<number>", path)
     meta = dict[str, Any]()
     if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
         _check_undamaged(path, META)
@@ -233,7 +232,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     if meta and meta["format"] != FORMAT:
         found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
         rule = f"contain a checkpoint of format {FORMAT}"
-        fail("read_meta", "path", rule, found, "That version of nsa can read it.")
+        fail("path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
     return meta
 
@@ -271,10 +270,10 @@ def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[st
     for name, tensor in tensors.items():
         wanted = f"{tuple(tensor.shape)} {tensor.dtype}"
         found = _described(stored.get(name, []))
-        check(found == wanted, "load_tensors", "path", f"contain {name} as {wanted}", found, hint)
+        check(found == wanted, "path", f"contain {name} as {wanted}", found, hint)
     for name in sorted(stored.keys() - tensors.keys()):
         is_extra = name.partition(".")[0] in groups
-        check(not is_extra, "load_tensors", "path", f"contain no {name}", "one", hint)
+        check(not is_extra, "path", f"contain no {name}", "one", hint)
 
 
 def _described(parts: Sequence[Any]) -> str | None:
@@ -323,7 +322,7 @@ def _check_undamaged(path: Path, name: str) -> None:
 def _fail_damaged(file: Path) -> NoReturn:
     hint = "Remove this folder to continue from the checkpoint before it."
     found = f"{file} missing or changed"
-    fail("read_meta", "path", "contain an undamaged checkpoint", found, hint)
+    fail("path", "contain an undamaged checkpoint", found, hint)
 
 
 # --- a thread that writes -------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class DataConfig:
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
-        check_fractions("DataConfig", *self.fractions)
+        check_fractions(*self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
         fits, hint = self.tokenizer != "bpe" or not is_stream, "`nsa data prepare` trains one."
         check_field(self, fits, "tokenizer", "be byte, gpt2 or file with source stream", hint)
@@ -99,15 +99,14 @@ class DataConfig:
 
 
 def check_fractions(
-    function: str,
     validation: float,
     test: float,
     names: tuple[str, str] = ("validation_fraction", "test_fraction"),
 ) -> None:
     """Check the shares of a text for validation and test; the message names the one at fault."""
-    check(0 < validation <= 0.5, function, names[0], "be above 0 and at most 0.5", validation)
+    check(0 < validation <= 0.5, names[0], "be above 0 and at most 0.5", validation)
     rule = f"be at least 0, and at most 0.5 together with {names[0]} ({validation})"
-    check(test >= 0 and validation + test <= 0.5, function, names[1], rule, test)
+    check(test >= 0 and validation + test <= 0.5, names[1], rule, test)
 
 
 _OF_A_STREAM = (

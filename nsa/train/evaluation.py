@@ -65,14 +65,14 @@ def evaluate(
             total[1] += batch.num_targets
             total[2] += batch.num_bytes
     total = total if sum_processes is None else sum_processes(total)
-    _check_bytes("evaluate", "batches", float(total[1]), float(total[2]))
+    _check_bytes("batches", float(total[1]), float(total[2]))
     return figures_of(*total.tolist())
 
 
-def _check_bytes(function: str, argument: str, num_targets: float, num_bytes: float) -> None:
+def _check_bytes(argument: str, num_targets: float, num_bytes: float) -> None:
     rule = "contain targets that spell at least one byte of text"
     found = f"{num_targets:,.0f} targets of {num_bytes:,.0f} bytes"
-    check(num_bytes > 0, function, argument, rule, found)
+    check(num_bytes > 0, argument, rule, found)
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def measure(
             values = np.column_stack((losses, np.ones(len(losses)), sizes))
             np.add.at(documents, document[counted], values)
             np.add.at(positions, position[counted], values)
-    _check_bytes("measure", "text", *documents[:, 1:].sum(axis=0).tolist())
+    _check_bytes("text", *documents[:, 1:].sum(axis=0).tolist())
     return Measurement(documents, positions)
 
 
@@ -225,16 +225,16 @@ def paired_difference(
     Raises:
         ValueError: the targets are not the same.
     """
-    name, rule = "paired_difference", "have the targets of the first in each document"
+    _name, rule = "paired_difference", "have the targets of the first in each document"
     expected = first[0].documents
     for x in (*first, *second):
         same = np.array_equal(expected[:, 1:], x.documents[:, 1:])
-        check(same, name, "second", rule, f"{x.documents[:, 1].sum():.0f} others")
+        check(same, "second", rule, f"{x.documents[:, 1].sum():.0f} others")
     counted = expected[:, 1] > 0
     pairs = zip(first, second, strict=True)
     bits = [(x.documents - y.documents)[counted, 0] / math.log(2) for x, y in pairs]
     mean, sizes, number = np.mean(bits, axis=0), expected[counted, 2], int(counted.sum())
-    check(resamples > 0, name, "resamples", "be positive", resamples)
+    check(resamples > 0, "resamples", "be positive", resamples)
     generator, sums = np.random.default_rng(seed), np.empty((resamples, 2))
     for row in sums:
         drawn = generator.integers(number, size=number)
@@ -472,14 +472,14 @@ def repeated_passages(source: TokenSource, seq_len: int, length: int) -> list[Re
             there are no documents.
     """
     rule = f"be from 2 to {seq_len // 2}, half of a sequence"
-    check(2 <= length <= seq_len // 2, "eval", "--repeat", rule, length)
+    check(2 <= length <= seq_len // 2, "--repeat", rule, length)
     is_text = isinstance(source, TextSource)
-    check(is_text, "eval", "--repeat", "be left out for a synthetic task", length)
+    check(is_text, "--repeat", "be left out for a synthetic task", length)
     assert isinstance(source, TextSource)
     furthest = seq_len - length
     doubled = [length << k for k in range(seq_len.bit_length())]
     distances = [*(distance for distance in doubled if distance < furthest), furthest]
     found = [RepeatedPassages(source, seq_len, length, distance) for distance in distances]
     rule = f"be left out, as no document of the text has a whole sequence of {seq_len} tokens"
-    check(found[0].num_sequences(seq_len) > 0, "eval", "--repeat", rule, length)
+    check(found[0].num_sequences(seq_len) > 0, "--repeat", rule, length)
     return found

@@ -41,10 +41,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, "generate", "temperature", "be at least 0", self.temperature)
-        check(self.top_k >= 0, "generate", "top_k", "be at least 0", self.top_k)
-        check(0 < self.top_p <= 1, "generate", "top_p", "be above 0 and at most 1", self.top_p)
-        check(0 <= self.min_p <= 1, "generate", "min_p", "be from 0 to 1", self.min_p)
+        check(self.temperature >= 0, "temperature", "be at least 0", self.temperature)
+        check(self.top_k >= 0, "top_k", "be at least 0", self.top_k)
+        check(0 < self.top_p <= 1, "top_p", "be above 0 and at most 1", self.top_p)
+        check(0 <= self.min_p <= 1, "min_p", "be from 0 to 1", self.min_p)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """One token for each sequence, without waiting for the device.
@@ -230,21 +230,20 @@ class Generation(Iterator[list[bytes]]):
         seed: int = 0,
         compute_dtype: str = "fp32",
     ) -> None:
-        name = "generate"
-        check(len(prompts) > 0, name, "prompts", "contain at least one prompt", len(prompts))
-        check(max_new_tokens >= 0, name, "max_new_tokens", "be at least 0", max_new_tokens)
-        check(all(stop), name, "stop", "contain no empty string", [*stop])
+        check(len(prompts) > 0, "prompts", "contain at least one prompt", len(prompts))
+        check(max_new_tokens >= 0, "max_new_tokens", "be at least 0", max_new_tokens)
+        check(all(stop), "stop", "contain no empty string", [*stop])
         fits = all(not re.search("[\ud800-\udfff]", string) for string in stop)
-        check(fits, name, "stop", "be valid UTF-8", [*stop])
+        check(fits, "stop", "be valid UTF-8", [*stop])
         most = 2**63 - len(prompts)  # each prompt has its own
-        check(0 <= seed <= most, name, "seed", f"be from 0 to {most}", seed)
+        check(0 <= seed <= most, "seed", f"be from 0 to {most}", seed)
         rule = f"have the model's vocabulary ({model.config.vocab_size})"
         fits = tokenizer.vocab_size == model.config.vocab_size
-        check(fits, name, "tokenizer", rule, tokenizer.vocab_size)
+        check(fits, "tokenizer", rule, tokenizer.vocab_size)
         self.tokens = [list(p) if isinstance(p, list) else tokenizer.encode(p) for p in prompts]
         rule = "contain at least one token each"
         for prompt, tokens in zip(prompts, self.tokens, strict=True):
-            check(len(tokens) > 0, name, "prompts", rule, repr(prompt))
+            check(len(tokens) > 0, "prompts", rule, repr(prompt))
         self.speed = Speed()
         self.model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
         self._sampling, self.compute_dtype = sampling or Sampling(), compute_dtype
@@ -284,7 +283,7 @@ class Generation(Iterator[list[bytes]]):
             is_first = left == self._max_new_tokens - 1
             self.speed += Speed(number, seconds) if is_first else Speed(0, 0.0, number, seconds)
             hint = "The run may have diverged: take an earlier --checkpoint."
-            check(min(ids) >= 0, "generate", "the model", "give finite logits", "NaN or inf", hint)
+            check(min(ids) >= 0, "the model", "give finite logits", "NaN or inf", hint)
             pieces = [self._take(index, token, not left) for index, token in enumerate(ids)]
             if not all(self._ended) or any(pieces):
                 yield pieces

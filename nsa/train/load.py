@@ -83,19 +83,19 @@ def _read(path: Path) -> dict[str, Any]:
         hint = nearest_hint(others.get(nearest(path.stem, others) or ""))
         if path.stem in configs.names():
             hint = f"The package has a configuration of that name; give its name: {path.stem}."
-        fail("load_config", "the configuration", "be a YAML file that exists", path, hint)
+        fail("the configuration", "be a YAML file that exists", path, hint)
     except UnicodeDecodeError:
-        fail("load_config", "the configuration", "be text in UTF-8", path)
+        fail("the configuration", "be text in UTF-8", path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         found = getattr(error, "problem", None) or str(error).splitlines()[0]
-        fail("load_config", f"{path}{line}", "be valid YAML", found)
+        fail(f"{path}{line}", "be valid YAML", found)
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        fail("load_config", str(path), "contain settings as 'name: value'", tree)
+        fail(str(path), "contain settings as 'name: value'", tree)
     hint = "To use a configuration of the package, give its name; `nsa configs` lists them."
-    check(_has_settings(tree), "load_config", str(path), "contain a setting", "none", hint)
+    check(_has_settings(tree), str(path), "contain a setting", "none", hint)
     return tree
 
 
@@ -144,7 +144,7 @@ def load_config(
     for name, text in overrides.items():
         inside = [option(other) for other in overrides if _contains(name, other) and other != name]
         rule = "be left out with settings inside it"
-        check(not inside, "load_config", option(name), rule, ", ".join(inside))
+        check(not inside, option(name), rule, ", ".join(inside))
         *parents, last = name.split(".")
         section = tree
         for parent in parents:
@@ -166,13 +166,13 @@ def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
         full = f"{prefix}{name}"
         if name not in hints:
             near = nearest(full, [setting.name for setting in settings()])
-            fail("load_config", "names", "be settings", full, nearest_hint(near))
+            fail("names", "be settings", full, nearest_hint(near))
         values[name] = _typed(value, hints[name], full)
     try:
         return cls(**values)
     except UserError as error:
         argument = f"{prefix}{error.argument}"
-        raise UserError("load_config", argument, error.rule, error.value, error.hint) from None
+        raise UserError(argument, error.rule, error.value, error.hint) from None
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:

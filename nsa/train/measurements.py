@@ -55,9 +55,7 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
         )
 
 
-def load_measurement(
-    function: str, argument: str, path: Path
-) -> tuple[Measurement, dict[str, Any]]:
+def load_measurement(argument: str, path: Path) -> tuple[Measurement, dict[str, Any]]:
     """Read a file of :func:`save_measurement`.
 
     Raises:
@@ -70,7 +68,7 @@ def load_measurement(
             found = [np.asarray(arrays[name], np.float64) for name in ("documents", "positions")]
             about = json.loads(str(arrays["about"]))
     is_whole = [x.shape[1:] for x in found] == [(3,), (3,)] and {*_SAME, "run", "step"} <= {*about}
-    check(is_whole, function, argument, "be a file of nsa eval --save", path)
+    check(is_whole, argument, "be a file of nsa eval --save", path)
     return Measurement(*found), about
 
 
@@ -89,9 +87,9 @@ def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
         ValueError: different numbers of files, or different targets.
     """
     rule = f"be as many files as FILES ({len(first)})"
-    check(len(first) == len(second) > 0, "compare", "--against", rule, len(second))
+    check(len(first) == len(second) > 0, "--against", rule, len(second))
     ours, theirs = (
-        [_File(path, *load_measurement("compare", argument, path)) for path in paths]
+        [_File(path, *load_measurement(argument, path)) for path in paths]
         for argument, paths in (("FILES", first), ("--against", second))
     )
     _check_same_targets([*ours, *theirs])
@@ -110,7 +108,7 @@ def _check_same_targets(files: Sequence[_File]) -> None:
             if value is not None:
                 origin, expected = known.setdefault(name, (path, value))
                 rule = f"have the {name} of {origin} ({expected})"
-                check(value == expected, "compare", str(path), rule, value)
+                check(value == expected, str(path), rule, value)
         same = np.array_equal(measurement.documents[:, 1:], counts)
         rule = f"have the targets of {files[0].path} in each document"
-        check(same, "compare", str(path), rule, "others")
+        check(same, str(path), rule, "others")

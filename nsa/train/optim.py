@@ -69,7 +69,7 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
         if not parameter.requires_grad:
             continue
         is_master, rule = parameter.dtype == torch.float32, "be an fp32 master weight"
-        check(is_master, "parameter_groups", key, rule, parameter.dtype)
+        check(is_master, key, rule, parameter.dtype)
         if name == "muon" and parameter in projections:
             groups.muon[key] = parameter
         else:

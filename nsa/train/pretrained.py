@@ -19,7 +19,7 @@ from nsa.train.state import weights
 CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX, _FLOATS = ".safetensors", ("F64", "F32", "F16", "BF16")
-_WHERE = ("train", "--init-from")
+_WHERE = "--init-from"
 
 
 def is_exported(path: Path) -> bool:
@@ -51,10 +51,10 @@ def load_initial(path: Path, model: LanguageModel) -> None:
     found = _json(path / CONFIG)
     kind = found.get("model_type")
     hint = "nsa export makes both."
-    check(kind in ("nsa_lm", "llama"), *_WHERE, "be of type nsa_lm or llama", kind, hint)
+    check(kind in ("nsa_lm", "llama"), _WHERE, "be of type nsa_lm or llama", kind, hint)
     wanted = weights(model)
     if kind == "llama":
-        check_llama(*_WHERE, found, model.config)
+        check_llama(_WHERE, found, model.config)
         wanted = {llama_name(name.removeprefix("model.")): x for name, x in wanted.items()}
     names = [_FILE]
     if not (path / _FILE).is_file():
@@ -65,20 +65,20 @@ def load_initial(path: Path, model: LanguageModel) -> None:
             try:
                 file = files.enter_context(safe_open(path / name, framework="pt"))
             except (SafetensorError, OSError) as error:
-                fail(*_WHERE, "hold tensors in the format of safetensors", f"{name} ({error})")
+                fail(_WHERE, "hold tensors in the format of safetensors", f"{name} ({error})")
             stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         for name, tensor in wanted.items():
             shape = tuple(stored[name].get_shape()) if name in stored else None
             rule = f"hold {name} as {tuple(tensor.shape)}"
-            check(shape == tuple(tensor.shape), *_WHERE, rule, shape)
+            check(shape == tuple(tensor.shape), _WHERE, rule, shape)
             kind = stored[name].get_dtype()
-            check(kind in _FLOATS, *_WHERE, f"hold {name} as one of {', '.join(_FLOATS)}", kind)
+            check(kind in _FLOATS, _WHERE, f"hold {name} as one of {', '.join(_FLOATS)}", kind)
             is_finite = stored[name][...].to(tensor.dtype).isfinite().all()
-            check(bool(is_finite), *_WHERE, f"hold finite numbers in {name}", "inf or nan")
+            check(bool(is_finite), _WHERE, f"hold finite numbers in {name}", "inf or nan")
         extra = sorted(stored.keys() - wanted.keys())
         if model.config.tie_head and extra == ["lm_head.weight"]:
             extra = []
-        check(not extra, *_WHERE, f"hold no {', '.join(extra[:1])}", "one")
+        check(not extra, _WHERE, f"hold no {', '.join(extra[:1])}", "one")
         for name, tensor in wanted.items():
             read_into(tensor, [stored[name]])
 
@@ -86,10 +86,10 @@ def load_initial(path: Path, model: LanguageModel) -> None:
 def _indexed(path: Path) -> list[str]:
     """Return the files that an index names, which must be in the same folder."""
     found: Any = _json(path).get("weight_map")
-    check(isinstance(found, dict), *_WHERE, f"hold a weight_map in {path.name}", found)
+    check(isinstance(found, dict), _WHERE, f"hold a weight_map in {path.name}", found)
     for name in found.values():
         is_beside = isinstance(name, str) and name == Path(name).name and name.endswith(_SUFFIX)
-        check(is_beside, *_WHERE, f"name files *{_SUFFIX} of the folder in {path.name}", name)
+        check(is_beside, _WHERE, f"name files *{_SUFFIX} of the folder in {path.name}", name)
     return sorted({*found.values()})
 
 
@@ -97,6 +97,6 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        fail(*_WHERE, "hold JSON in its files", f"{path} ({error})")
-    check(isinstance(found, dict), *_WHERE, "hold JSON objects in its files", path)
+        fail(_WHERE, "hold JSON in its files", f"{path} ({error})")
+    check(isinstance(found, dict), _WHERE, "hold JSON objects in its files", path)
     return dict(found)

@@ -85,9 +85,9 @@ class RunFolder:
         Raises:
             UserError: ``path`` is empty or exists already.
         """
-        check(str(path) != "", "run folder", "--run-dir", "name a folder", "''")
+        check(str(path) != "", "--run-dir", "name a folder", "''")
         is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
-        check(is_text, "run folder", "--run-dir", "be valid UTF-8", path)
+        check(is_text, "--run-dir", "be valid UTF-8", path)
         folder = cls(Path(path))
         try:
             folder.path.mkdir(parents=True)
@@ -97,7 +97,7 @@ class RunFolder:
             if folder.config.is_file():
                 quoted = shlex.quote(str(path))
                 hint += f", or continue that run with: nsa train --resume {quoted}"
-            fail("run folder", "--run-dir", rule, path, hint)
+            fail("--run-dir", rule, path, hint)
         try:
             folder.checkpoints.mkdir()
             source = None if init_from is None else str(init_from.resolve())
@@ -129,7 +129,7 @@ class RunFolder:
             if near:
                 hint = f"The nearest run is {folder.path.parent / near[0]}."
             rule = "be a folder that a run made (with config.yaml in it)"
-            fail("run folder", argument, rule, path, hint)
+            fail(argument, rule, path, hint)
         return folder
 
     def holds_no_run(self) -> bool:
@@ -163,7 +163,7 @@ class RunFolder:
             launches, fits = [], False
         name, rule = self.environment.name, "contain the launches of the run in JSON"
         hint = "Move the file away to continue without its record."
-        check(fits, "run folder", name, rule, self.environment, hint)
+        check(fits, name, rule, self.environment, hint)
         return launches
 
     def record_launch(
@@ -199,7 +199,7 @@ class RunFolder:
             except BlockingIOError:
                 hint = "Stop that process first, or touch the file halt in the run folder."
                 rule = "be a run that no other process is working on"
-                fail("run folder", "RUN", rule, self.path, hint)
+                fail("RUN", rule, self.path, hint)
             except OSError as error:
                 text = "%s cannot be locked (%s): nothing keeps a second process from this run"
                 logger.warning(text, self.path, error.strerror)
@@ -228,7 +228,7 @@ def next_run_path(config_path: str | Path, root: str | Path = "runs") -> Path:
         A path that does not exist.
     """
     stem = Path(config_path).stem
-    check(bool(stem), "run folder", "CONFIG", "have a file name", config_path)
+    check(bool(stem), "CONFIG", "have a file name", config_path)
     ends = (path.name.removeprefix(f"{stem}-") for path in Path(root).glob(f"{stem}-*"))
     last = max((int(end) for end in ends if end.isdecimal()), default=0)
     return Path(root) / f"{stem}-{last + 1}"

@@ -276,7 +276,7 @@ def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch
     """
     found = list_checkpoints(run_folder.checkpoints)
     hint = "It stopped before its first one; remove the folder and start the run again."
-    check(bool(found), "train", "--resume", "name a run with a checkpoint", run_folder.path, hint)
+    check(bool(found), "--resume", "name a run with a checkpoint", run_folder.path, hint)
     saved = read_meta(found[-1])
     # A setting that the checkpoint lacks did not exist yet: the run behaved as with its default.
     before = _flat(asdict(TrainConfig())) | _flat(saved["config"])
@@ -286,10 +286,10 @@ def resumed_checkpoint(config: TrainConfig, run_folder: RunFolder, device: torch
     hint = "Only a new run can change it; --init-from starts one with these weights."
     _check_same(before, now, fixed, hint)
     done = int(saved["step"])
-    check(config.steps >= done, "train", "steps", f"be at least those done ({done})", config.steps)
+    check(config.steps >= done, "steps", f"be at least those done ({done})", config.steps)
     kind, hint = saved["rng"].get("device"), "Another kind would not continue exactly."
     rule = f"be {kind} as in the checkpoint"
-    check(kind == device.type, "train", "device", rule, device.type, hint)
+    check(kind == device.type, "device", rule, device.type, hint)
     return found[-1]
 
 
@@ -313,7 +313,7 @@ def _check_same(
 ) -> None:
     for name in sorted(names):
         old, new = before.get(name), now.get(name)
-        check(old == new, "train", name, f"stay as in the checkpoint ({old})", new, hint)
+        check(old == new, name, f"stay as in the checkpoint ({old})", new, hint)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -190,7 +190,7 @@ class Trainer:
         try:
             load_initial(init_from, self.model)
         except UserError as error:
-            raise UserError("train", "--init-from", error.rule, error.value, error.hint) from None
+            raise UserError("--init-from", error.rule, error.value, error.hint) from None
         details = {"event": "start", "step": 0}
         logger.info("the run begins with the weights of %s", init_from, extra=details)
 
@@ -220,7 +220,7 @@ class Trainer:
                 self.data.tokenizer.save(self.run_folder.tokenizer)
         ours, size = config.model.vocab_size, self.data.tokenizer.vocab_size
         rule, hint = f"equal the tokenizer's ({size})", f"Give --model.vocab-size {size}."
-        check(ours == size, "train", "model.vocab_size", rule, ours, hint)
+        check(ours == size, "model.vocab_size", rule, ours, hint)
         if resumed is not None:
             check_same_data(resumed, self.data.description)
 

@@ -101,7 +101,7 @@ def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
     at = Point("small", SMALL, seq_len, 3, "random", torch.float32, CPU)
     config = at.config
     q = torch.zeros(1, seq_len, config.num_heads, config.head_dim)
-    sequences = open_sequences("test", q, (1, seq_len), None, None, None, None, "reference")
+    sequences = open_sequences(q, (1, seq_len), None, None, None, None, "reference")
     selection = random_selection(replace(at, batch=1)).flatten(0, 1)
     selected = visible_selected(selection, config, sequences)
     pairs = {

@@ -177,7 +177,7 @@ def test_what_cannot_fit_is_refused_before_a_folder_is_made(config, nsa, refusal
     free = 10 * count
     fsdp = ParallelConfig(strategy="fsdp")
     config = TrainConfig(model=MODEL, world_size=2, global_batch=8, seq_len=1, parallel=fsdp)
-    check_run_fits("train", config, torch.device("cpu"))
+    check_run_fits(config, torch.device("cpu"))
 
 
 def test_free_memory_of_this_machine(monkeypatch):

@@ -252,7 +252,7 @@ def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None
 def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
     config = tiny_model(**{**DENSE, **changes}).lm.config
     with pytest.raises(ValueError, match=match):
-        llama_settings("export", config)
+        llama_settings(config)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +267,12 @@ def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
 )
 def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
     config = tiny_model(**DENSE).lm.config
-    found = llama_settings("f", config)
-    check_llama("f", "a", found, config)
+    found = llama_settings(config)
+    check_llama("a", found, config)
     old = {key: x for key, x in found.items() if key != "rope_parameters"}
-    check_llama("f", "a", {**old, "rope_theta": config.nsa.rope_theta}, config)
+    check_llama("a", {**old, "rope_theta": config.nsa.rope_theta}, config)
     with pytest.raises(ValueError, match=f"^a must {match}"):
-        check_llama("f", "a", {**found, **change}, config)
+        check_llama("a", {**found, **change}, config)
 
 
 def test_folders_that_do_not_fit(tmp_path: Path) -> None:

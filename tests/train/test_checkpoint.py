@@ -77,9 +77,9 @@ def test_newest_are_kept_in_order(tmp_path):
     assert steps(tmp_path) == [30, 200]
     with pytest.raises(OSError, match="step-00000200 exists already"):
         save(tmp_path, 200)
-    assert find_checkpoint("test", tmp_path, "30").name == "step-00000030"
+    assert find_checkpoint(tmp_path, "30").name == "step-00000030"
     with pytest.raises(ValueError, match="be last, best or one of 30, 200, got 31"):
-        find_checkpoint("test", tmp_path, "31")
+        find_checkpoint(tmp_path, "31")
     with pytest.raises(ValueError, match="be the folder of a checkpoint"):
         read_meta(tmp_path / "step-00000001")
 
@@ -174,7 +174,7 @@ def test_the_best_stays_beside_the_newest(tmp_path):
     (tmp_path / "step-00000007" / "meta.json").write_text("{")  # a damaged one is not the best
     assert best_checkpoint(tmp_path) == tmp_path / "step-00000008"
     with pytest.raises(ValueError, match=r"meta\.json"):  # but may be what a user asks for
-        find_checkpoint("eval", tmp_path, "best")
+        find_checkpoint(tmp_path, "best")
     save(tmp_path, 9, val_bits_per_byte=4.0)
     assert steps(tmp_path) == [8, 9]
 

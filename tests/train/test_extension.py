@@ -55,7 +55,7 @@ def test_extended_run_goes_on_with_its_weights_and_data_and_the_longer_schedule(
 def begin_from(source: Path, path: Path, **changes: Any) -> Trainer:
     """A new run with the weights of ``source``."""
     config = tiny_config(path, **changes)
-    checkpoint = find_checkpoint("test", RunFolder.open(source).checkpoints, "last")
+    checkpoint = find_checkpoint(RunFolder.open(source).checkpoints, "last")
     folder = RunFolder.create(path / "new", config, init_from=checkpoint)
     return Trainer(config, folder, init_from=checkpoint)
 

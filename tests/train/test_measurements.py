@@ -67,7 +67,7 @@ def test_committed_files_can_be_compared() -> None:
     files = sorted(folder.rglob("test.npz"))
     assert len(files) > 2
     for path in files:
-        load_measurement("compare", "FILES", path)
+        load_measurement("FILES", path)
 
 
 def test_several_pairs(write: Write) -> None:
@@ -96,7 +96,7 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch):
         for text in (None, "text"):
             save = Path(f"{name}-{text}.npz")
             list(evaluate_run(folder, text=text, save=save, device="cpu", num_sequences=4))
-    abouts = {x.stem: load_measurement("", "", x)[1] for x in tmp_path.glob("*.npz")}
+    abouts = {x.stem: load_measurement("", x)[1] for x in tmp_path.glob("*.npz")}
     assert [abouts[f"{name}-None"]["seed"] for name in "abc"] == [1, 2, 1]
     assert [abouts[f"{name}-None"]["document_mask"] for name in "abc"] == [True, True, False]
     for text in ("None", "text"):

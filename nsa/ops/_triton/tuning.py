@@ -141,13 +141,13 @@ def load_table(path: Path) -> TileTable:
             tile = Tile(**note.pop("tile"))
             sizes = (key.head_size, key.element_size, *tile[:4])
             is_new = key not in rows
-            check(is_new, "load_table", where, "name a kernel and sizes of its own", key)
+            check(is_new, where, "name a kernel and sizes of its own", key)
             is_sound = all(type(size) is int and size > 0 for size in sizes)
-            check(is_sound, "load_table", where, "have positive whole numbers as sizes", sizes)
+            check(is_sound, where, "have positive whole numbers as sizes", sizes)
             rows[key], notes[key] = tile, note
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         rule = "be JSON with gpu, rows, and in each row kernel, head_size, element_size and tile"
-        raise UserError("load_table", where, rule, error, hint) from error
+        raise UserError(where, rule, error, hint) from error
     return TileTable(gpu, rows, notes)
 
 

@@ -194,11 +194,11 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
 
 def _check_numbers(inputs: BranchInputs) -> None:
     """Check index limits under the names of the caller's arguments, which differ by branch."""
-    check_queries("native_sparse_attention", inputs.q)
+    check_queries(inputs.q)
     for argument in ("k_slc", "k_win"):
         k = getattr(inputs, argument)
         if k is not None:
-            check_keys("native_sparse_attention", argument, k)
+            check_keys(argument, k)
 
 
 def _backward(

@@ -122,16 +122,15 @@ def combine(
     Raises:
         ValueError: no branch is given, or shapes differ.
     """
-    name = "combine"
     branches = {f"out_{BRANCHES[i]}": x for i, x in _present(out_cmp, out_slc, out_win).items()}
-    check(len(branches) > 0, name, "out_cmp, out_slc, out_win", "not all be None", None)
+    check(len(branches) > 0, "out_cmp, out_slc, out_win", "not all be None", None)
     first, like = next(iter(branches.items()))
     for argument, out in branches.items():
         rule = f"have shape {tuple(like.shape)} like {first}"
-        check(out.shape == like.shape, name, argument, rule, tuple(out.shape))
+        check(out.shape == like.shape, argument, rule, tuple(out.shape))
     expected, shape = (*like.shape[:-1], 3), tuple(gates.shape)
-    check(shape == expected, name, "gates", f"have shape {expected}", shape)
-    if choose_backend(name, backend, like, first) == "triton":
+    check(shape == expected, "gates", f"have shape {expected}", shape)
+    if choose_backend(backend, like, first) == "triton":
         return combine_op(out_cmp, out_slc, out_win, gates)
     with torch.autocast(gates.device.type, enabled=False):
         return combine_reference((out_cmp, out_slc, out_win), gates)

@@ -56,20 +56,18 @@ def compress(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    name, dense = "compress", x.ndim == 4
-    check(x.ndim in (3, 4), name, "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
-    backend = choose_backend(name, backend, x, "x")
-    check_heads(name, "x", x, config.num_kv_heads, x.shape[-1], x)
+    _name, dense = "compress", x.ndim == 4
+    check(x.ndim in (3, 4), "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
+    backend = choose_backend(backend, x, "x")
+    check_heads("x", x, config.num_kv_heads, x.shape[-1], x)
     if cu_seqlens is None:
         batch, length = x.shape[:2] if dense else (1, x.shape[0])
         sequences = Sequences(None, batch, length, length, x.device)
     else:
         rule = "be left out with a dense batch [B, S, H, D]"
-        check(not dense, name, "cu_seqlens", rule, "a tensor")
-        sequences = Sequences.packed(
-            cu_seqlens, num_tokens=x.shape[0], device=x.device, function=name
-        )
-    check_weights(name, "weights", weights, config, x.shape[-1])
+        check(not dense, "cu_seqlens", rule, "a tensor")
+        sequences = Sequences.packed(cu_seqlens, num_tokens=x.shape[0], device=x.device)
+    check_weights("weights", weights, config, x.shape[-1])
     (y,) = run_compress([Raw(pack(x), weights, None)], config, sequences, backend)
     return y, compressed_cu_seqlens(sequences.cu_k, config)
 
@@ -146,9 +144,7 @@ def _compress_mlp(
     return mean + update
 
 
-def check_weights(
-    function: str, argument: str, weights: PhiWeights | None, config: NSAConfig, size: int
-) -> None:
+def check_weights(argument: str, weights: PhiWeights | None, config: NSAConfig, size: int) -> None:
     """Check that the parameters of phi match the config and the head size."""
     num_heads, length = config.num_kv_heads, config.compress_block_size
     hidden = config.compress_hidden_size or 2 * size
@@ -164,4 +160,4 @@ def check_weights(
         shape, wanted = None if tensor is None else tuple(tensor.shape), expected.get(name)
         rule = "be None" if wanted is None else f"have shape {wanted}"
         parameter = f"{argument}.{name}"
-        check(shape == wanted, function, parameter, f"{rule} for phi {config.phi}", shape)
+        check(shape == wanted, parameter, f"{rule} for phi {config.phi}", shape)

@@ -112,7 +112,7 @@ def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list
 def _compress(x: Tensor, weight: Tensor | None, rope: str, blocks: Blocks) -> Tensor:
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
-    check_keys("compress", "x", x)
+    check_keys("x", x)
     sequences, x, y = blocks.sequences(x), rows(x), _result(x, blocks)
     num_rows = x.shape[0] // blocks.stride
     grid = (sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp), x.shape[1])

@@ -116,10 +116,9 @@ def embed(tokens: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         ValueError: the table is not a matrix, or ``tokens`` are not integers.
         IndexError: a token is not in the table; on a GPU a device-side assertion.
     """
-    name = "embed"
-    check(weight.ndim == 2, name, "weight", "have shape [V, width]", tuple(weight.shape))
+    check(weight.ndim == 2, "weight", "have shape [V, width]", tuple(weight.shape))
     integers = tokens.dtype in (torch.int64, torch.int32)
-    check(integers, name, "tokens", "be int64 or int32", tokens.dtype)
-    if choose_backend(name, backend, weight, "weight") == "reference":
+    check(integers, "tokens", "be int64 or int32", tokens.dtype)
+    if choose_backend(backend, weight, "weight") == "reference":
         return functional.embedding(tokens, weight)
     return embed_op(tokens, weight)

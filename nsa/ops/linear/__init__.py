@@ -79,8 +79,8 @@ class Linear:
         """
         width = self.weight.shape[1]
         fits = x.ndim == 2 and x.shape[1] == width
-        check(fits, "Linear", "x", f"have shape [M, {width}]", tuple(x.shape))
-        backend = choose_backend("Linear", backend, self.weight, "weight")
+        check(fits, "x", f"have shape [M, {width}]", tuple(x.shape))
+        backend = choose_backend(backend, self.weight, "weight")
         if backend == "triton" and x.shape[0] <= MOST_ROWS:
             weights = (self.weight, self.gate)
             y: Tensor = _launch(x.contiguous(), *weights, residual, self.eps, self.silu)

@@ -63,20 +63,19 @@ def project(
     Raises:
         ValueError: the shapes do not match.
     """
-    name = "project"
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
     found = [tuple(weight.shape) for weight in weights]
     if x.ndim != 2 or found != shapes:
         rule = f"have shapes {shapes} for x [T, width] of shape {tuple(x.shape)}"
-        fail(name, "weights", rule, found)
+        fail("weights", rule, found)
     for part in columns.parts:
         if part.rotated != "no" and (rope.dim > part.size or rope.dim % 2):
             rule = f"have an even dim of at most the head size ({part.size})"
-            fail(name, "rope", rule, rope.dim)
+            fail("rope", rule, rope.dim)
     if before is not None and before.shape != (sequences.num_sequences,):
-        fail(name, "before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
+        fail("before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
     device = x.device.type
-    if choose_backend(name, backend, x, "x") == "reference":
+    if choose_backend(backend, x, "x") == "reference":
         positions = _positions(x.shape[0], sequences, before)
         return project_reference(x, weights, bias, positions, columns, rope)
     if torch.is_autocast_enabled(device):
@@ -107,7 +106,7 @@ def split(
         before: number of earlier tokens of each sequence.
         backend: ``auto``, ``reference`` or ``triton``.
     """
-    if choose_backend("split", backend, product, "product") == "reference":
+    if choose_backend(backend, product, "product") == "reference":
         products = product[:, : sum(columns.sizes)].split(columns.sizes, -1)
         positions = _positions(product.shape[0], sequences, before)
         return split_reference(products, bias, positions, columns, rope)

@@ -101,14 +101,13 @@ def window_attention(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    name = "window_attention"
-    backend = choose_backend(name, backend, q)
-    check_qkv(name, q, k, v, config)
+    backend = choose_backend(backend, q)
+    check_qkv(q, k, v, config)
     key_shape = tuple(k.shape[:-2])
     sequences = open_sequences(
-        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+        q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    call = Call(config, sequences, scale_of(name, config, softmax_scale))
+    call = Call(config, sequences, scale_of(config, softmax_scale))
     out, lse = run_window_attention(RangeInputs(pack(q), pack(k), pack(v)), call, backend)
     return sequences.restore(out), sequences.restore(lse)
 
@@ -162,19 +161,18 @@ def compressed_attention(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    name = "compressed_attention"
-    backend = choose_backend(name, backend, q)
+    backend = choose_backend(backend, q)
     key_shape = compressed_key_shape(
-        name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     )
     if v_cmp is not None:
-        check_heads(name, "v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
+        check_heads("v_cmp", v_cmp, config.num_kv_heads, config.value_dim, q)
         if v_cmp.shape[:-2] != k_cmp.shape[:-2]:
-            fail(name, "v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
+            fail("v_cmp", f"have {k_cmp.shape[0]} rows as k_cmp", tuple(v_cmp.shape))
     sequences = open_sequences(
-        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+        q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    call = Call(config, sequences.with_blocks(config), scale_of(name, config, softmax_scale))
+    call = Call(config, sequences.with_blocks(config), scale_of(config, softmax_scale))
     out, lse = run_compressed_attention(pack(q), k_cmp, v_cmp, call, backend)
     return None if out is None else sequences.restore(out), sequences.restore(lse)
 

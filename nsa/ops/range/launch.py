@@ -48,8 +48,8 @@ def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int
 
 def range_forward(inputs: RangeInputs, keys: KeyRange, results: RangeResults) -> None:
     """Write the results; their lse is a view of ``[Hq, T]``."""
-    check_queries(keys.name, inputs.q)
-    check_keys(keys.name, "k" if keys.window else "k_cmp", inputs.k, keys.stride)
+    check_queries(inputs.q)
+    check_keys("k" if keys.window else "k_cmp", inputs.k, keys.stride)
     q, k, v = inputs = RangeInputs(*(rows(x) for x in inputs))
     out, lse = results.out, results.lse.t()
 

@@ -104,21 +104,18 @@ def selected_attention(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    name = "selected_attention"
-    backend = choose_backend(name, backend, q)
-    check(
-        algorithm in ALGORITHMS, name, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm
-    )
-    check_qkv(name, q, k, v, config)
-    check_block_indices(name, block_indices, config)
+    backend = choose_backend(backend, q)
+    check(algorithm in ALGORITHMS, "algorithm", f"be one of {', '.join(ALGORITHMS)}", algorithm)
+    check_qkv(q, k, v, config)
+    check_block_indices(block_indices, config)
     if block_indices.shape[:-2] != q.shape[:-2]:
         rule = f"have the queries of q {tuple(q.shape[:-2])}"
-        fail(name, "block_indices", rule, tuple(block_indices.shape[:-2]))
+        fail("block_indices", rule, tuple(block_indices.shape[:-2]))
     key_shape = tuple(k.shape[:-2])
     sequences = open_sequences(
-        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+        q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    call = Call(config, sequences, scale_of(name, config, softmax_scale), algorithm)
+    call = Call(config, sequences, scale_of(config, softmax_scale), algorithm)
     inputs = SelectedInputs(pack(q), pack(k), pack(v), pack(block_indices))
     out, lse = run_selected_attention(inputs, call, backend)
     return sequences.restore(out), sequences.restore(lse)

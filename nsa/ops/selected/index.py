@@ -250,7 +250,7 @@ def new_index(
     num_blocks = sequences.num_tiles(num_tokens, block_size, sequences.len_k)
     absent = num_kv_heads * num_blocks * segments
     counted = "blocks times KV heads times segments of queries"
-    check_numbers("selected_attention", "k", absent, counted)
+    check_numbers("k", absent, counted)
     # int16 keys need half as many sorting passes.
     dtype = torch.int16 if absent < 2**15 - 1 else torch.int32
     key = torch.empty(block_indices.shape, dtype=dtype, device=block_indices.device)
@@ -262,12 +262,12 @@ def new_index(
 
 def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
     """Check that a tile's blocks can be counted, and sorted with their slot in one integer."""
-    name, counted = "selected_attention", "slots for the queries of a tile"
+    _name, counted = "selected_attention", "slots for the queries of a tile"
     hint = "Give fewer slots a query."
-    check_numbers(name, "block_indices", list_len, counted, _checks.LISTED, hint)
+    check_numbers("block_indices", list_len, counted, _checks.LISTED, hint)
     counted = "blocks a sequence with so many slots"
     hint = "Give max_seqlen_k, fewer slots a query or shorter sequences."
-    check_numbers(name, "k", num_blocks, counted, _checks.SORTED // slots, hint)
+    check_numbers("k", num_blocks, counted, _checks.SORTED // slots, hint)
 
 
 def word_of(num_blocks: int) -> int:

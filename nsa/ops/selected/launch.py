@@ -174,10 +174,10 @@ def selected_forward(
 ) -> None:
     """Write the results; ``unique`` tells whether no query selects a block twice."""
     q, k, v, block_indices = inputs = inputs.read()
-    name, counted = "selected_attention", "selections (tokens times KV heads times slots)"
-    check_queries(name, q)
-    check_keys(name, "k", k)
-    check_numbers(name, "block_indices", block_indices.numel(), counted)
+    _name, counted = "selected_attention", "selections (tokens times KV heads times slots)"
+    check_queries(q)
+    check_keys("k", k)
+    check_numbers("block_indices", block_indices.numel(), counted)
     if block_indices.numel() == 0:
         results.out.zero_()
         results.lse.fill_(-torch.inf)
@@ -229,7 +229,7 @@ def new_gathered(inputs: SelectedInputs, call: Call, order: Tensor) -> tuple[Inv
 def check_slots(index: InverseIndex, num_heads: int, slots: int) -> None:
     """Check that the partial results of a segment can be indexed."""
     count = index.segment_rows * num_heads * slots
-    check_numbers("selected_attention", "q", count, "partial results in a segment of queries")
+    check_numbers("q", count, "partial results in a segment of queries")
 
 
 def fill_index(
@@ -340,7 +340,7 @@ def selected_backward(
         # one, launched at the same time, exit immediately.
         most = max(chunks.limit, 0 if chunks_with_dq is None else chunks_with_dq.limit)
         num_sums = most * call.config.block_size
-        check_numbers("selected_attention", "k", num_sums, "rows of sums of dK and dV")
+        check_numbers("k", num_sums, "rows of sums of dK and dV")
         partial = (_sums(q, num_sums, q.shape[2]), _sums(q, num_sums, v.shape[2]))
         keys = (inputs, call, (dkv[0], dkv[1]), partial, index)
         if chunks_with_dq is not None:

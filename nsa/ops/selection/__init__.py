@@ -86,18 +86,17 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    name = "select_blocks"
-    backend = choose_backend(name, backend, q)
+    backend = choose_backend(backend, q)
     key_shape = compressed_key_shape(
-        name, q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     )
     if lse.shape != q.shape[:-1]:
-        fail(name, "lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
+        fail("lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
     sequences = open_sequences(
-        name, q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
+        q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
     packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
-    call = Call(config, sequences.with_blocks(config), scale_of(name, config, softmax_scale))
+    call = Call(config, sequences.with_blocks(config), scale_of(config, softmax_scale))
     inputs = SelectionInputs(pack(q), k_cmp, packed_lse)
     return sequences.restore(run_select_blocks(inputs, call, backend))
 

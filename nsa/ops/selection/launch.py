@@ -88,14 +88,14 @@ def check_fp8(capability: tuple[int, int]) -> None:
     """Check that the GPU supports fp8 matmuls."""
     rule = "be exact on a GPU of compute capability below 8.9"
     got = f"fp8 on {capability[0]}.{capability[1]}"
-    check(capability >= (8, 9), "select_blocks", "config.score_precision", rule, got)
+    check(capability >= (8, 9), "config.score_precision", rule, got)
 
 
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
     config, keys = call.config, KeyRange.of_blocks(call)
-    check_queries("select_blocks", inputs.q)
-    check_keys("select_blocks", "k_cmp", inputs.k_cmp, keys.stride)
+    check_queries(inputs.q)
+    check_keys("k_cmp", inputs.k_cmp, keys.stride)
     if config.score_precision == "fp8" and inputs.q.is_cuda:
         check_fp8(torch.cuda.get_device_capability(inputs.q.device))
     q, k, lse = rows(inputs.q), rows(inputs.k_cmp), by_head(inputs.lse)

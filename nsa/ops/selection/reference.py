@@ -250,12 +250,11 @@ def blocks_to_ranges(
     Raises:
         ValueError: shapes or offsets do not match.
     """
-    name = "blocks_to_ranges"
-    check_block_indices(name, block_indices, config)
+    check_block_indices(block_indices, config)
     ids = block_indices
     key_shape = tuple(ids.shape[:-2]) if cu_seqlens_k is None else (int(cu_seqlens_k[-1]),)
     sequences = open_sequences(
-        name, ids, key_shape, cu_seqlens_q, cu_seqlens_k, ids.shape[0], key_shape[0], "reference"
+        ids, key_shape, cu_seqlens_q, cu_seqlens_k, ids.shape[0], key_shape[0], "reference"
     )
     ids = (ids.flatten(0, 1) if ids.ndim == 4 else ids).long()
     positions = query_positions(ids.shape[0], sequences.cu_q, sequences.cu_k)[:, None, None]

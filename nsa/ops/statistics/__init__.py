@@ -138,7 +138,7 @@ def add_statistics(
     form = (torch.int64, (len(Statistics._fields),), gates.device)
     found = (statistics.dtype, tuple(statistics.shape), statistics.device)
     if found != form:
-        fail("add_statistics", "statistics", f"be {form}", found)
+        fail("statistics", f"be {form}", found)
     columns = [BRANCHES.index(name) for name in config.branches]
     where = (*sequences.kernel_arguments(), config.block_size, threshold, columns, backend)
     add_statistics_op(statistics, gates.detach(), block_indices, tile_stats, *where)

@@ -134,7 +134,7 @@ class Sampler:
     """
 
     def __init__(self, num_sequences: int, seed: int) -> None:
-        check(num_sequences > 0, "Sampler", "num_sequences", "be positive", num_sequences)
+        check(num_sequences > 0, "num_sequences", "be positive", num_sequences)
         self.num_sequences = num_sequences
         self.seed = seed
         self.position = 0
@@ -178,7 +178,7 @@ class Sampler:
         hint = "The data, seq_len or seed changed since the checkpoint."
         for name, ours in self.state_dict().items():
             rule, fits = f"equal this run's ({ours})", name == "position" or state[name] == ours
-            check(fits, "Sampler.load_state_dict", name, rule, state[name], hint)
+            check(fits, name, rule, state[name], hint)
         self.position = state["position"]
 
 

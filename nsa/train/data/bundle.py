@@ -81,18 +81,15 @@ def open_data(
     """
     tokenizer, is_task = None, config.source in TASKS
     if run_folder_tokenizer is not None:
-        tokenizer, where = (
-            load_tokenizer(run_folder_tokenizer),
-            ("open_data", "run_folder_tokenizer"),
-        )
+        tokenizer, where = load_tokenizer(run_folder_tokenizer), "run_folder_tokenizer"
         rule = f"be of the configured kind ({config.tokenizer})"
-        check(tokenizer.kind == config.tokenizer, *where, rule, tokenizer.kind)
+        check(tokenizer.kind == config.tokenizer, where, rule, tokenizer.kind)
         rule = "have a separator if and only if the data are text"
-        check((tokenizer.separator_id is None) == is_task, *where, rule, run_folder_tokenizer)
+        check((tokenizer.separator_id is None) == is_task, where, rule, run_folder_tokenizer)
     if is_task:
         rule = f"be byte for the synthetic task {config.source}"
         is_byte = config.tokenizer == "byte"
-        check(is_byte, "open_data", "data.tokenizer", rule, config.tokenizer)
+        check(is_byte, "data.tokenizer", rule, config.tokenizer)
         data = _open_task(config.source, ByteTokenizer(separator=False), seed)
     else:
         openers = {"shards": _open_shards, "stream": _open_stream}
@@ -122,7 +119,7 @@ def _describe_sequences(data: DataBundle, split: str, seq_len: int) -> None:
         size = description[f"{split}_bytes"]
         rule = f"be below the {tokens} tokens of the {split} text ({size} bytes)"
         hint = "Take more text, shorter sequences, or another fraction for validation and test."
-        check(number > 0, "open_data", "seq_len", rule, seq_len, hint)
+        check(number > 0, "seq_len", rule, seq_len, hint)
 
 
 def _bundle(
@@ -189,9 +186,9 @@ def _open_shards(config: DataConfig, tokenizer: Tokenizer | None) -> DataBundle:
     folder = open_shards(str(config.path))
     ours, index = folder.tokenizer, folder.index
     rule = f"be {ours.kind}, as the shards are"
-    check(config.tokenizer == ours.kind, "open_data", "data.tokenizer", rule, config.tokenizer)
+    check(config.tokenizer == ours.kind, "data.tokenizer", rule, config.tokenizer)
     same = tokenizer is None or tokenizer.fingerprint == ours.fingerprint
-    check(same, "open_data", "data.path", "contain shards of the run's tokenizer", config.path)
+    check(same, "data.path", "contain shards of the run's tokenizer", config.path)
     description = _hash_split(index["source"], index["request"])
     description["split_rule"] = index.get("split_rule", "hash")
     for split, found in index["sides"].items():

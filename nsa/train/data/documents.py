@@ -159,13 +159,13 @@ def folder_files(path: str, pattern: str = "*") -> TextFiles:
     """
     root = Path(path)
     exists = path != "" and root.exists()
-    check(exists, "open_data", "data.path", "name an existing file or folder", path or "''")
+    check(exists, "data.path", "name an existing file or folder", path or "''")
     names = [root.name] if root.is_file() else list_files(root, pattern, "data.pattern")
     rule, hint = f"match a file below {path}", "Hidden files do not count."
-    check(bool(names), "open_data", "data.pattern", rule, repr(pattern), hint)
+    check(bool(names), "data.pattern", rule, repr(pattern), hint)
     texts = [name for name in names if format_of(name) in ("text", None)]
     rule = "contain text; `nsa data prepare` reads the rows of JSON and Parquet files"
-    check(bool(texts), "open_data", "data.path", rule, ", ".join(names[:3]))
+    check(bool(texts), "data.path", rule, ", ".join(names[:3]))
     provenance = f"Text below {root.name or root}, given by the user, who knows its licence."
     files = _read(root.parent if root.is_file() else root, texts, provenance)
     return files._replace(skipped=sorted({*names} - {*texts}))
@@ -182,7 +182,7 @@ def list_files(root: Path, pattern: str, argument: str) -> list[str]:
     given = PurePath(pattern)
     is_below = pattern != "" and not given.is_absolute() and ".." not in given.parts
     rule = "be a glob below the folder, such as *.txt"
-    check(is_below, "open_data", argument, rule, repr(pattern))
+    check(is_below, argument, rule, repr(pattern))
     found = {path.relative_to(root).as_posix() for path in root.rglob(pattern) if path.is_file()}
     return sorted(name for name in found if "/." not in f"/{name}")
 
@@ -197,13 +197,13 @@ def _read(root: Path, names: Sequence[str], provenance: str, *, skip: bool = Fal
         except OSError as error:
             text, fault = b"", f"{error.strerror}"
         rule, hint = "contain text files only", "Choose files with data.pattern."
-        check(skip or not fault, "open_data", "data.path", rule, f"{fault} in {name}", hint)
+        check(skip or not fault, "data.path", rule, f"{fault} in {name}", hint)
         if fault:
             files.skipped.append(name)
         elif text:
             files.documents.append(Document(name, text))
     found = f"{len(names)} without any: {', '.join(names[:3])}"
-    check(bool(files.documents), "open_data", "data.path", "contain files with text", found)
+    check(bool(files.documents), "data.path", "contain files with text", found)
     return files
 
 
@@ -247,7 +247,7 @@ def split_documents(
         taken |= {document.identity for document in parts[part]}
         is_enough = bool(parts[part]) or (part == "test" and test_fraction == 0)
         hint = "There is too little text to divide."
-        check(is_enough, "split_documents", part, "contain text", "0 bytes", hint)
+        check(is_enough, part, "contain text", "0 bytes", hint)
     return Split(**parts, rule=rule, num_duplicates=num_duplicates)
 
 

@@ -28,7 +28,7 @@ from nsa.train.data.tokenizer import MAX_TEXTS, batches_of_texts, fingerprint_of
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-_WHERE = ("read_documents", "source")
+_WHERE = "source"
 _CARD = "README.md"
 _SHOWN = 10
 # Files about a data set, also those of shards that were written into the folder of their text.
@@ -136,17 +136,17 @@ def find_files(origin: Origin) -> Found:
     path = Path(origin.source)
     is_file = path.is_file()
     rule = "be left out for a single file"
-    check(not (is_file and origin.subset), "read_documents", "subset", rule, origin.subset)
+    check(not (is_file and origin.subset), "subset", rule, origin.subset)
     every = [path.name] if is_file else list_files(path, "*", "pattern")
     formats = _formats(origin, every)
     found = path if is_file else f"{', '.join(every[:3]) or 'none'} in {path}"
     rule = f"be text, JSON or Parquet, with names that end in {', '.join(FORMATS)}"
     hint = "Other files are read as text if --pattern (data.pattern) matches them."
-    check(bool(formats), "read_documents", "source", rule, found, hint)
+    check(bool(formats), "source", rule, found, hint)
     first = {kind: name for name, kind in reversed(formats.items())}
     found = f"{' beside '.join(sorted(first.values()))} in {path}"
     hint = "Choose with --pattern (data.pattern), for example '*.txt'."
-    check(len(first) == 1, "read_documents", "source", "contain files of one format", found, hint)
+    check(len(first) == 1, "source", "contain files of one format", found, hint)
     (kind,) = first
     names = _of_split(list(formats), kind, origin.split)
     root = path.parent if is_file else path
@@ -177,7 +177,7 @@ def _of_split(names: list[str], kind: str, split: str) -> list[str]:
     if split == "train" and (None in found.values() or not of_split):
         return names
     known = ", ".join(sorted({"train", *filter(None, found.values())}))
-    check(bool(of_split), "read_documents", "split", f"be one of {known}", split)
+    check(bool(of_split), "split", f"be one of {known}", split)
     return of_split
 
 
@@ -206,7 +206,7 @@ def texts_of_files(
     """
     read = {"text": _whole_text, "json": _json_texts, "parquet": _parquet_texts}
     rule = "be text, JSON or Parquet"
-    check(found.format in read, *_WHERE, rule, f"{found.format} in {origin.source}")
+    check(found.format in read, _WHERE, rule, f"{found.format} in {origin.source}")
     for number in range(start.file, len(found.files)):
         yield Documents(Place(number), [])
         row, first = 0, start.row if number == start.file else 0
@@ -236,7 +236,7 @@ def _decompressed(file: Any, name: str) -> Any:
 def _arrow(name: str) -> Any:
     """The module ``pyarrow``, a dependency of ``datasets``."""
     rule, hint = "be text or JSON lines without the package pyarrow", install_command("data")
-    check(find_spec("pyarrow") is not None, *_WHERE, rule, name, f"Install with: {hint}")
+    check(find_spec("pyarrow") is not None, _WHERE, rule, name, f"Install with: {hint}")
     import pyarrow.parquet
 
     return pyarrow
@@ -255,7 +255,7 @@ def _json_texts(file: Any, name: str, field: str) -> Iterator[bytes]:
 
     Bytes that are not UTF-8 stay in the text, which is then counted as unreadable.
     """
-    is_known, row, where = False, dict[str, Any](), ("read_documents", "text_field")
+    is_known, row, where = False, dict[str, Any](), "text_field"
     content = _decompressed(file, name)
     with io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="\n") as lines:
         for number, row in enumerate(_json_rows(lines)):
@@ -267,9 +267,9 @@ def _json_texts(file: Any, name: str, field: str) -> Iterator[bytes]:
                 break
             text = row.get(field) or ""
             is_text = isinstance(text, str)
-            check(is_text, *where, f"contain text in {name}", type(text).__name__)
+            check(is_text, where, f"contain text in {name}", type(text).__name__)
             yield text.encode("utf-8", "surrogatepass")
-    check(is_known or not row, *where, f"be one of the columns of {name} ({', '.join(row)})", field)
+    check(is_known or not row, where, f"be one of the columns of {name} ({', '.join(row)})", field)
 
 
 def _json_rows(file: io.TextIOWrapper) -> Iterator[Any]:
@@ -287,13 +287,13 @@ def _json_rows(file: io.TextIOWrapper) -> Iterator[Any]:
 
 
 def _parquet_texts(file: Any, name: str, field: str) -> Iterator[bytes]:
-    where = ("read_documents", "text_field")
+    where = "text_field"
     with _arrow(name).parquet.ParquetFile(file) as rows:
         columns = rows.schema_arrow.names
         rule = f"be one of the columns of {name} ({', '.join(columns)})"
-        check(field in columns, *where, rule, field)
+        check(field in columns, where, rule, field)
         kind = rows.schema_arrow.field(field).type
         is_text = str(kind) in ("string", "large_string", "string_view")
-        check(is_text, *where, f"contain text in {name}", kind)
+        check(is_text, where, f"contain text in {name}", kind)
         for batch in rows.iter_batches(MAX_TEXTS, columns=[field]):
             yield from batch.column(0).cast("large_binary").fill_null(b"").to_pylist()

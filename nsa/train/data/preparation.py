@@ -82,13 +82,13 @@ class PrepareConfig:
     licence: str | None = None
 
     def __post_init__(self) -> None:
-        check_fractions("prepare", *self.fractions, _OPTIONS)
+        check_fractions(*self.fractions, _OPTIONS)
         limit, size = self.max_tokens, self.shard_tokens
-        check(limit is None or limit > 0, "prepare", "--max-tokens", "be positive", limit)
-        check(size > 0, "prepare", "--shard-tokens", "be positive", size)
+        check(limit is None or limit > 0, "--max-tokens", "be positive", limit)
+        check(size > 0, "--shard-tokens", "be positive", size)
         path, rule = self.tokenizer_path, "be given with --tokenizer file and only then"
         is_wanted = self.tokenizer == "file"
-        check((path is not None) == is_wanted, "prepare", "--tokenizer-path", rule, path)
+        check((path is not None) == is_wanted, "--tokenizer-path", rule, path)
 
     @property
     def fractions(self) -> tuple[float, float]:
@@ -125,8 +125,8 @@ def prepare(
         DataUnavailableError: the source does not exist, cannot be reached, or stays silent.
         UserError: it cannot be read, ``out`` belongs to something else, or the disk is full.
     """
-    check_platform("prepare")
-    check(workers is None or workers > 0, "prepare", "--workers", "be positive", workers)
+    check_platform()
+    check(workers is None or workers > 0, "--workers", "be positive", workers)
     threads = 1 if config.tokenizer == "byte" else workers or os.cpu_count() or 1
     folder = Path(out)
     with _in_use(folder):
@@ -181,7 +181,7 @@ class _Preparation:
             rule = "contain the same files as before the interruption"
             others, hint = f"other files in {origin.source}", "Remove --out to start again."
             same = saved["found"]["fingerprint"] == self.found.fingerprint
-            check(same, "prepare", "SOURCE", rule, others, hint)
+            check(same, "SOURCE", rule, others, hint)
         sizes = (self.tokenizer.vocab_size, config.shard_tokens)
         self.writers: dict[str, ShardWriter] = {
             side: ShardWriter(folder, side, *sizes, shards.get(side, ()))
@@ -267,7 +267,7 @@ class _Preparation:
             is_test = bool(counts["train"] and counts["validation"])
             left = " and ".join(f"{count} for {side}" for side, count in counts.items())
             value = f"{config.fractions[is_test]}, which leaves {left}"
-            fail("prepare", _OPTIONS[is_test], rule, value, hint)
+            fail(_OPTIONS[is_test], rule, value, hint)
         request = asdict(config)
         origin, text_bytes = request["origin"], self.progress["text_bytes"]
         index = {
@@ -340,13 +340,13 @@ def _in_use(folder: Path) -> Iterator[None]:
                 with suppress(OSError):
                     folder.rmdir()  # if it is empty
     except BlockingIOError:
-        fail("prepare", "--out", "be a folder that no other process prepares data in", folder)
+        fail("--out", "be a folder that no other process prepares data in", folder)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         hint = "Make room and give the same command again: it goes on where it stopped."
         found = f"'{error.strerror}' in {folder}"
-        fail("prepare", "--out", "have room for the shards", found, hint)
+        fail("--out", "have room for the shards", found, hint)
 
 
 def _saved(config: PrepareConfig, folder: Path) -> dict[str, Any] | None:
@@ -354,7 +354,7 @@ def _saved(config: PrepareConfig, folder: Path) -> dict[str, Any] | None:
     if not (folder / PROGRESS).exists():
         others = sorted({path.name.removesuffix(".tmp") for path in folder.iterdir()} - _OURS)
         rule = "be a new folder, or one that prepare has begun"
-        check(not others, "prepare", "--out", rule, f"one with {', '.join(others[:3])}")
+        check(not others, "--out", rule, f"one with {', '.join(others[:3])}")
         return None
     saved = read_digested(folder / PROGRESS, "Remove the folder to start again.")
     if saved["progress"]["place"] == [0, 0] and saved["request"] != asdict(config):
@@ -373,7 +373,7 @@ def _check_request(folder: Path, config: PrepareConfig, saved: dict[str, Any]) -
     for name, value in now.items():
         rule = f"be {before.get(name)} as in {folder} so far"
         hint = "Give another --out, or remove this one."
-        check(before.get(name) == value, "prepare", name, rule, value, hint)
+        check(before.get(name) == value, name, rule, value, hint)
 
 
 def _remove_ours(folder: Path) -> None:

@@ -92,7 +92,7 @@ def read_documents(
         DataUnavailableError: the source does not exist, cannot be reached, or stays silent.
         UserError: it cannot be read as documents.
     """
-    check(time_limit_s > 0, "read_documents", "time_limit_s", "be positive", time_limit_s)
+    check(time_limit_s > 0, "time_limit_s", "be positive", time_limit_s)
     path, start = Path(origin.source), start or Place()
     is_file_name = path.suffix in (*FORMATS, *COMPRESSED)
     if not path.exists() and (is_file_name or not _HUB_NAME.fullmatch(origin.source)):
@@ -107,9 +107,9 @@ def read_documents(
         rule = "be text or JSON lines on this machine, where the package datasets is not installed"
         hint = f"Install with: {install_command('data')}"
         has_datasets = find_spec("datasets") is not None
-        check(has_datasets, "read_documents", "source", rule, origin.source, hint)
+        check(has_datasets, "source", rule, origin.source, hint)
         rule = "be left out for a data set of the hub"
-        check(origin.pattern is None, "read_documents", "pattern", rule, origin.pattern)
+        check(origin.pattern is None, "pattern", rule, origin.pattern)
         messages = _from_process(origin, start, time_limit_s)
         found, texts = next(messages), messages
     return found, _after(texts, found, origin.source, start.row)
@@ -133,7 +133,7 @@ def _after(
     except (*READ_ERRORS, ValueError, RecursionError, NotImplementedError) as error:
         name, rule = found.files[file], "contain documents that can be read"
         where = source if Path(source).is_file() else f"{name} of {source}"
-        raise UserError("read_documents", "source", rule, where, sentence(error)) from None
+        raise UserError("source", rule, where, sentence(error)) from None
 
 
 def _from_process(origin: Origin, start: Place, time_limit_s: float) -> Generator[Any, None, None]:
@@ -197,7 +197,7 @@ def _reading_process(origin: Origin, start: Place) -> Iterator[Connection]:
 
 
 def _unavailable(rule: str, value: Any, hint: str = "", argument: str = "source") -> NoReturn:
-    raise DataUnavailableError("read_documents", argument, rule, value, hint) from None
+    raise DataUnavailableError(argument, rule, value, hint) from None
 
 
 # --- in the reading process -----------------------------------------------------------------------
@@ -260,10 +260,10 @@ def _find_hub(origin: Origin) -> tuple[Found, list[str]]:
         builder = datasets.load_dataset_builder(source, origin.subset, revision=revision)
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         rule, hint = "be a data set that datasets can read", sentence(ValueError(str(error)))
-        fail("read_documents", "source", rule, origin.source, hint)
+        fail("source", rule, origin.source, hint)
     files = builder.config.data_files or {}
     rule = f"be one of {', '.join(map(str, files)) or 'none'}"
-    check(origin.split in files, "read_documents", "split", rule, origin.split)
+    check(origin.split in files, "split", rule, origin.split)
     urls = files[origin.split]
     names = [re.sub(r"^hf://datasets/[^@]+@[^/]+/", "", url) for url in urls]
     if path.exists():

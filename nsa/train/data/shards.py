@@ -89,7 +89,7 @@ def read_digested(path: Path, hint: str) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         content = json.loads(path.read_bytes())
     same = isinstance(content, dict) and content == with_digest(content)
-    check(same, "open_shards", f"{path}", rule, "a damaged file", hint)
+    check(same, f"{path}", rule, "a damaged file", hint)
     return content
 
 
@@ -101,16 +101,16 @@ def read_index(folder: Path) -> dict[str, Any]:
         UserError: the preparation is not complete, or the file is not as it was written.
     """
     path = folder / INDEX
-    where = ("open_shards", f"{path}")
+    where = f"{path}"
     if not path.is_file():
         hint = "Give the same `nsa data prepare` again to complete it."
         is_interrupted = (folder / PROGRESS).exists()
-        check(not is_interrupted, *where, "exist", "an interrupted preparation", hint)
+        check(not is_interrupted, where, "exist", "an interrupted preparation", hint)
         hint = "Make it with: nsa data prepare SOURCE --out FOLDER"
-        raise DataUnavailableError(*where, "exist", "nothing", hint)
+        raise DataUnavailableError(where, "exist", "nothing", hint)
     index = read_digested(path, _REPAIR)
     found = index.get("format")
-    check(found == FORMAT, *where, f"be of format {FORMAT}", found)
+    check(found == FORMAT, where, f"be of format {FORMAT}", found)
     return index
 
 
@@ -157,7 +157,7 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
     index, path = read_index(folder), folder / TOKENIZER
     tokenizer, wanted = load_tokenizer(path), index["tokenizer"]["fingerprint"]
     rule = f"have the fingerprint of {INDEX} ({wanted})"
-    check(tokenizer.fingerprint == wanted, "open_shards", f"{path}", rule, tokenizer.fingerprint)
+    check(tokenizer.fingerprint == wanted, f"{path}", rule, tokenizer.fingerprint)
     shards = ShardFolder(folder, index, tokenizer)
     state = {path.name: _state(path, size) for path, (size, _) in shards.files().items()}
     stamp = json.dumps({"index": index["sha256"], "files": state}).encode()
@@ -175,9 +175,9 @@ def open_shards(path: str | Path, *, verify: bool = False) -> ShardFolder:
 def _state(path: Path, size: int) -> list[int]:
     """Numbers that change with the file, after a check of its size."""
     rule = f"have {size} bytes, as {INDEX} says"
-    check(path.is_file(), "open_shards", str(path), rule, "nothing", _REPAIR)
+    check(path.is_file(), str(path), rule, "nothing", _REPAIR)
     found = path.stat()
-    check(found.st_size == size, "open_shards", str(path), rule, found.st_size, _REPAIR)
+    check(found.st_size == size, str(path), rule, found.st_size, _REPAIR)
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
@@ -189,7 +189,7 @@ def _check_contents(folder: ShardFolder) -> None:
         found = zip(files.items(), threads.map(file_digest, files), strict=True)
         damaged = [str(path) for (path, (_, sha256)), digest in found if digest != sha256]
     names, rule = ", ".join(damaged[:_SHOWN]), f"have the SHA-256 of {INDEX}"
-    check(not damaged, "open_shards", names, rule, "other content", _REPAIR)
+    check(not damaged, names, rule, "other content", _REPAIR)
 
 
 class ShardSource(TextSource):
@@ -269,7 +269,7 @@ class ShardWriter:
         for path, size in sizes.items():
             found = path.stat().st_size if path.is_file() else 0
             rule = f"have the {size} bytes written before the interruption"
-            check(found >= size, "prepare", str(path), rule, found or "nothing")
+            check(found >= size, str(path), rule, found or "nothing")
             if size:
                 os.truncate(path, size)  # what came after the last commit is written again
 

@@ -106,7 +106,7 @@ class StreamSource(TokenSource):
                             yield {"epoch": epoch, "file": file, "row": row}, document.tokens
             if is_empty:
                 found = f"none in {self._origin.source}"
-                fail("StreamSource", "data.path", "contain training text", found)
+                fail("data.path", "contain training text", found)
             start = Place()
 
 

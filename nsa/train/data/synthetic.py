@@ -84,7 +84,7 @@ class SyntheticSource(TokenSource):
         """See :class:`TokenSource`: 2**20 for training, 2**12 for validation."""
         shortest, _ = TASKS[self.task]
         rule = f"be at least {shortest} for {self.task}"
-        check(seq_len >= shortest, "SyntheticSource", "seq_len", rule, seq_len)
+        check(seq_len >= shortest, "seq_len", rule, seq_len)
         return NUM_SEQUENCES[self._side]
 
     def sequence(self, seq_len: int, index: int) -> Ids:
@@ -165,8 +165,8 @@ def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, 
     random, longest = Random(seed), max(_KEYS, key=len)
     rest = len(_BEFORE) + len((_NEEDLE + _AFTER).format(key=longest, answer="0" * 7))
     shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
-    check(lines > 0, "needle_prompts", "size", f"be at least {shortest} bytes", size)
-    check(0 < number <= 10**6, "needle_prompts", "number", "be from 1 to 1,000,000", number)
+    check(lines > 0, "size", f"be at least {shortest} bytes", size)
+    check(0 < number <= 10**6, "number", "be from 1 to 1,000,000", number)
     for _ in range(number):
         key, answer = random.choice(_KEYS), str(random.randrange(10**6, 10**7))
         before = random.randint(0, lines)

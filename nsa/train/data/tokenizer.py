@@ -163,7 +163,7 @@ class ByteTokenizer(Tokenizer):
         raw = text if isinstance(text, bytes) else _checked(text).encode()
         place, rule = raw.find(b"\0"), "contain no NUL byte, which is the separator"
         fits = place < 0 or self.separator_id is None
-        check(fits, "ByteTokenizer", "text", rule, f"one at offset {place}")
+        check(fits, "text", rule, f"one at offset {place}")
         return list(raw)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[Tokens]:
@@ -217,7 +217,7 @@ class SubwordTokenizer(Tokenizer):
             if self.decode(ids) != text:
                 rule = "come back byte for byte from this tokenizer"
                 shown = repr(text if len(text) <= 60 else text[:60] + b"...")
-                fail("SubwordTokenizer", "text", rule, shown, "Take the byte tokenizer.")
+                fail("text", rule, shown, "Take the byte tokenizer.")
         return encoded
 
     def _encode_gpt2(self, text: str) -> Tokens | list[int]:
@@ -263,24 +263,24 @@ def make_tokenizer(
         definition = _train_bpe(training_texts, config.bpe_vocab_size)
         return SubwordTokenizer("bpe", definition, SEPARATOR)
     path = str(config.tokenizer_path)
-    where = ("make_tokenizer", "data.tokenizer_path")
+    where = "data.tokenizer_path"
     definition = _read_json(path, "data.tokenizer_path")
     is_library = isinstance(definition.get("model"), dict)
-    check(is_library, *where, "be a JSON file of the tokenizers library", path)
+    check(is_library, where, "be a JSON file of the tokenizers library", path)
     backend = _backend(definition)
     names = [name for name in _KNOWN_SEPARATORS if backend.token_to_id(name) is not None]
     rule = f"have one of the tokens {', '.join(_KNOWN_SEPARATORS)} to end documents with"
-    check(bool(names), *where, rule, path)
+    check(bool(names), where, rule, path)
     tokenizer = SubwordTokenizer("file", definition, names[0])
     rule = "mark its separator as a special token, so that text cannot produce it"
-    check(tokenizer.separator_id not in tokenizer.encode(names[0]), *where, rule, repr(names[0]))
+    check(tokenizer.separator_id not in tokenizer.encode(names[0]), where, rule, repr(names[0]))
     hint = "Byte-level BPE does without normalizer, add_prefix_space, and added tokens with lstrip "
     hint += "or rstrip; byte fallback does with prepend_scheme never."
     added = (token.content for token in backend.get_added_tokens_decoder().values())
     for text in (*_PROBES, *(f"a  {name}\t {name}\n\n{name} b{name}c" for name in added)):
         found, rule = tokenizer.decode(tokenizer.encode(text)), "give every text back byte for byte"
         value = f"{found!r} for {text.encode()!r}"
-        check(found == text.encode(), *where, rule, value, hint)
+        check(found == text.encode(), where, rule, value, hint)
     return tokenizer
 
 
@@ -293,7 +293,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     saved = _read_json(path, "path")
     definition: dict[str, Any] = {name: saved.get(name) for name in ("separator", "tokenizer")}
     fits = saved.get("fingerprint") == fingerprint_of(definition)
-    check(fits, "load_tokenizer", "path", "be an undamaged tokenizer file of a run folder", path)
+    check(fits, "path", "be an undamaged tokenizer file of a run folder", path)
     if definition["tokenizer"] is None:
         return ByteTokenizer(separator=definition["separator"] is not None)
     return SubwordTokenizer(saved["kind"], definition["tokenizer"], definition["separator"])
@@ -306,9 +306,9 @@ def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
     """
     from tokenizers import models, pre_tokenizers, trainers
 
-    where = ("make_tokenizer", "data.bpe_vocab_size")
+    where = "data.bpe_vocab_size"
     rule = "be from 257 (256 bytes and the separator) to 2**20"
-    check(257 <= vocab_size <= 2**20, *where, rule, vocab_size)
+    check(257 <= vocab_size <= 2**20, where, rule, vocab_size)
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -319,7 +319,7 @@ def _train_bpe(texts: Iterable[bytes], vocab_size: int) -> dict[str, Any]:
     backend.train_from_iterator((text.decode("utf-8") for text in texts), trainer)
     reached = backend.get_vocab_size()
     rule = f"be at most {reached} for this little training text"
-    check(reached == vocab_size, *where, rule, vocab_size)
+    check(reached == vocab_size, where, rule, vocab_size)
     return json.loads(backend.to_str())
 
 
@@ -357,7 +357,7 @@ def _find_package(name: str) -> Path:
     if spec is None or spec.origin is None:
         rule = f"be byte, bpe or file without the package {name}"
         hint = f"Install with: {install_command('train')}"
-        fail("make_tokenizer", "data.tokenizer", rule, "gpt2", hint)
+        fail("data.tokenizer", rule, "gpt2", hint)
     return Path(spec.origin).parent
 
 
@@ -399,16 +399,16 @@ def _checked(text: str | bytes) -> str:
     try:
         return (text.encode() if isinstance(text, str) else text).decode()
     except (UnicodeEncodeError, UnicodeDecodeError) as error:
-        fail("Tokenizer.encode", "text", "be valid UTF-8", f"{error.reason} at {error.start}")
+        fail("text", "be valid UTF-8", f"{error.reason} at {error.start}")
 
 
 def _read_json(path: str | Path, argument: str) -> dict[str, Any]:
-    check(Path(path).is_file(), "load_tokenizer", argument, "name an existing file", path)
+    check(Path(path).is_file(), argument, "name an existing file", path)
     fault: Any = "no object"
     try:
         found = json.loads(Path(path).read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         found, fault = None, error
     is_object = isinstance(found, dict)
-    check(is_object, "load_tokenizer", argument, "be a JSON file", path, f"{fault}.")
+    check(is_object, argument, "be a JSON file", path, f"{fault}.")
     return found

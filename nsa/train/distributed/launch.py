@@ -59,24 +59,23 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     Raises:
         ValueError: the platform is Windows, or the number of processes differs from ``world_size``.
     """
-    check_platform("train")
+    check_platform()
     ours, launched = config.world_size, launch.world_size
     command = f"torchrun --standalone --nproc-per-node {ours} -m nsa train ..."
     rule = f"equal the number of processes launched ({launched})"
-    check(ours == launched, "train", "world_size", rule, ours, f"Start it with: {command}")
+    check(ours == launched, "world_size", rule, ours, f"Start it with: {command}")
 
 
-def check_platform(function: str) -> None:
+def check_platform() -> None:
     """Refuse Windows, which lacks the signals and locks of files that runs need.
 
     Args:
-        function: the command.
 
     Raises:
         ValueError: the platform is Windows.
     """
     hint = "Use WSL; operators, models and their reference work here too."
-    check(sys.platform != "win32", function, "the platform", "be Linux or macOS", "Windows", hint)
+    check(sys.platform != "win32", "the platform", "be Linux or macOS", "Windows", hint)
 
 
 def communication_settings() -> dict[str, str]:

@@ -214,7 +214,7 @@ def distribute(
     is_sharded, sent = config.strategy == "fsdp", config.gradient_compression
     fits = is_sharded or sent == "none" or device.type == "cuda"
     rule = "be none with parallel.strategy ddp on CPUs"
-    check(fits, "train", "parallel.gradient_compression", rule, sent)
+    check(fits, "parallel.gradient_compression", rule, sent)
     text = "parallel: %s over %d processes, gradients sent in %s"
     kind = "bf16" if sent == "bf16" else "fp32"
     logger.info(text, config.strategy, processes.world_size, kind)

@@ -20,7 +20,7 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
     fits = config.policy != "operators" or is_single
     rule = "not be operators with attention nsa on a CPU"
     hint = "On a CPU attention is no single operator; take full."
-    check(fits, "train", "checkpointing.policy", rule, config.policy, hint)
+    check(fits, "checkpointing.policy", rule, config.policy, hint)
     for index, layer in enumerate(model.decoder_layers()):
         layer.keeps = config.keeps(index)
 
@@ -37,7 +37,7 @@ def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dic
         activation_bytes: size of an element of a matrix product's result: 2 for bf16 compute, 4
             for fp32.
     """
-    check(keeps != "everything", "kept_bytes", "keeps", "be attention or input", keeps)
+    check(keeps != "everything", "keeps", "be attention or input", keeps)
     kept = {"input": 4 * config.width}  # the residual stream is fp32
     if keeps == "input":
         return kept

@@ -21,13 +21,13 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """
     available = torch.cuda.is_available()
     rule = "be cpu or auto where PyTorch finds no CUDA GPU"
-    check(name != "cuda" or available, "choose_device", "device", rule, name)
+    check(name != "cuda" or available, "device", rule, name)
     if name == "cpu" or not available:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     rule = f"be below the number of GPUs ({count})"
-    check(local_rank < count, "choose_device", "local_rank", rule, local_rank)
-    check_kernels_run("choose_device", "device", local_rank, "Give --device cpu.")
+    check(local_rank < count, "local_rank", rule, local_rank)
+    check_kernels_run("device", local_rank, "Give --device cpu.")
     return torch.device("cuda", local_rank)
 
 

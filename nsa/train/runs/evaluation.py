@@ -69,11 +69,10 @@ def load_model(
     return model.eval(), step_of(checkpoint)
 
 
-def read_text(function: str, folder: RunFolder, text: str) -> TextSource:
+def read_text(folder: RunFolder, text: str) -> TextSource:
     """Read all tokens of a file, a folder or standard input; one document is one file.
 
     Args:
-        function: the command, for messages.
         folder: the run, which has the tokenizer.
         text: file or folder, ``-`` for standard input.
 
@@ -82,22 +81,22 @@ def read_text(function: str, folder: RunFolder, text: str) -> TextSource:
     """
     tokenizer = load_tokenizer(folder.tokenizer)
     separator_id, hint = tokenizer.separator_id, "Its synthetic task has no text."
-    check(separator_id is not None, function, "--text", "be left out for this run", text, hint)
+    check(separator_id is not None, "--text", "be left out for this run", text, hint)
     assert separator_id is not None
     try:
-        documents = [_standard_input(function)] if text == "-" else folder_files(text).documents
+        documents = [_standard_input()] if text == "-" else folder_files(text).documents
     except UserError as error:
-        raise UserError(function, "--text", error.rule, error.value) from None
+        raise UserError("--text", error.rule, error.value) from None
     tokens = tokenizer.encode_documents([document.text for document in documents])
     longest = max((len(document) - 1 for document in tokens), default=0)
-    check(longest > 1, function, "--text", "contain a document of at least two tokens", longest)
+    check(longest > 1, "--text", "contain a document of at least two tokens", longest)
     return TextSource(tokens, separator_id, tokenizer.token_bytes)
 
 
-def _standard_input(function: str) -> Document:
+def _standard_input() -> Document:
     content = sys.stdin.buffer.read()
     fault = fault_of_text(content)
-    check(not fault, function, "--text", "be text", f"{fault} of standard input")
+    check(not fault, "--text", "be text", f"{fault} of standard input")
     return Document("standard input", content)
 
 
@@ -160,14 +159,14 @@ def evaluate_run(
     seq_len = config.seq_len if seq_len is None else seq_len
     size = config.micro_batch if micro_batch is None else micro_batch
     for name, value in (("windows", num_sequences), ("micro-batch", size), ("seq-len", seq_len)):
-        check(value is None or value > 0, "eval", f"--{name}", "be positive", value)
-    check_output("eval", "--save", save, is_new=True)
+        check(value is None or value > 0, f"--{name}", "be positive", value)
+    check_output("--save", save, is_new=True)
     if text is not None:
-        check(split == "validation", "eval", "--split", "be left out with --text", split)
-        check(repeat is None, "eval", "--repeat", "be left out with --text", repeat)
-    on, path = choose_device(device), find_checkpoint("eval", folder.checkpoints, checkpoint)
+        check(split == "validation", "--split", "be left out with --text", split)
+        check(repeat is None, "--repeat", "be left out with --text", repeat)
+    on, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
     if against is not None:
-        other = find_checkpoint("eval", against.checkpoints, checkpoint)
+        other = find_checkpoint(against.checkpoints, checkpoint)
         _check_comparable(path, other, split if text is None else None)
     part = _text(folder, config, path, split, text, seq_len)
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
@@ -218,7 +217,7 @@ def _text(
 ) -> _Text:
     """Open the text; raise an error if the model may have been trained on the split."""
     if text is not None:
-        whole = read_text("eval", folder, text)
+        whole = read_text(folder, text)
         name = "standard input" if text == "-" else text
         return _Text("text", name, whole, RollingSequences(whole, seq_len), None)
     data = open_data(
@@ -231,15 +230,15 @@ def _text(
     for name in _SAME_DATA:
         old, new = before.get(name), now.get(name)
         hint = "The text or its division has changed: the model may have been trained on this part."
-        check(old == new, "eval", f"data {name}", f"be that of the run ({old})", new, hint)
+        check(old == new, f"data {name}", f"be that of the run ({old})", new, hint)
     source = data.test if split == "test" else data.validation
     if source is None:
         hint = "Set data.test_fraction, or prepare shards with --test-fraction, for new runs."
-        fail("eval", "--split", "be validation for this run, whose data have no test", split, hint)
+        fail("--split", "be validation for this run, whose data have no test", split, hint)
     if source.num_sequences(seq_len) == 0:
         assert isinstance(source, TextSource)
         rule = f"be below the {source.num_tokens} tokens of the {split} text"
-        fail("eval", "--seq-len", rule, seq_len)
+        fail("--seq-len", rule, seq_len)
     windows = SplitSequences(source, seq_len, document_mask=config.data.document_mask)
     return _Text(split, config.data.source, source, windows, data)
 
@@ -309,7 +308,7 @@ def _check_comparable(first: Path, second: Path, split: Split | None) -> None:
     for name in names:
         old, new = ours.get(name), theirs.get(name)
         rule = f"be a run whose data have the same {name} ({old})"
-        check(old == new, "eval", "--against", rule, new)
+        check(old == new, "--against", rule, new)
 
 
 def _paired(

@@ -106,7 +106,7 @@ class Inspection:
         """
         found = [layer for layer in self.layers if layer.selection is not None]
         rule = "be given for a model with the selected branch"
-        check(bool(found), "inspect", "--record", rule, path)
+        check(bool(found), "--record", rule, path)
         assert found[0].selection is not None
         arrays: dict[str, Any] = {
             f"layer{n}": layer.blocks.transpose(1, 2, 0) for n, layer in enumerate(found)
@@ -270,9 +270,9 @@ def inspect_run(
     """
     config = folder.load_config()
     rule = "be a run of a model with attention nsa"
-    check(config.model.attention == "nsa", "inspect", "RUN", rule, config.model.attention)
-    check(num_tokens is None or num_tokens > 1, "inspect", "--tokens", "be above 1", num_tokens)
-    on, path = choose_device(device), find_checkpoint("inspect", folder.checkpoints, checkpoint)
+    check(config.model.attention == "nsa", "RUN", rule, config.model.attention)
+    check(num_tokens is None or num_tokens > 1, "--tokens", "be above 1", num_tokens)
+    on, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
     tokens, name = _tokens(folder, config, text, num_tokens or config.seq_len)
     model, step = load_model(config.model, path, on)
     ends = {(part + 1) * len(tokens) // _NUM_QUERIES - 1 for part in range(_NUM_QUERIES)}
@@ -294,7 +294,7 @@ def _tokens(
 ) -> tuple[list[int], str]:
     """Return at most ``count`` tokens of one training-like sequence, and their name."""
     if text is not None:
-        source = read_text("inspect", folder, text)
+        source = read_text(folder, text)
         tokens, separator_id = source.tokens[:count].astype(np.int64), source.separator_id
         name = "standard input" if text == "-" else text
     else:
@@ -305,7 +305,7 @@ def _tokens(
             run_folder_tokenizer=folder.tokenizer,
         )
         enough, rule = data.validation.num_sequences(count) > 0, "fit into the validation text"
-        check(enough, "inspect", "--tokens", rule, count, "Give fewer, or another --text.")
+        check(enough, "--tokens", rule, count, "Give fewer, or another --text.")
         tokens, name = data.validation.sequence(count, 0)[:count], "validation text"
         separator_id = data.validation.separator_id
     if config.data.document_mask and separator_id is not None:

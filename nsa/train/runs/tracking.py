@@ -48,10 +48,10 @@ def track(
     Raises:
         UserError: the service is unknown, or its package is not installed.
     """
-    check(service in SERVICES, "track", "--to", f"be one of {', '.join(SERVICES)}", service)
+    check(service in SERVICES, "--to", f"be one of {', '.join(SERVICES)}", service)
     is_there = importlib.util.find_spec(service) is not None
     hint = f"Install it: pip install {service}"
-    check(is_there, "track", "--to", "be a package that is installed", service, hint)
+    check(is_there, "--to", "be a package that is installed", service, hint)
     config, name = folder.load_config(), _name(folder)
     more = {"id": name, "dir": str(folder.path)} if service == "wandb" else {}
     tracker = importlib.import_module(service).init(

@@ -247,14 +247,14 @@ def names(rows: Sequence[Row]) -> list[str]:
 
 
 def _check_row(row: Mapping[str, Value], last_step: int) -> None:
-    function, rule = "MetricsWriter.write", "be in nsa.train.telemetry.metrics.METRICS"
+    rule = "be in nsa.train.telemetry.metrics.METRICS"
     for name in row:
         part = PER_LAYER.fullmatch(name) or PER_RANK.fullmatch(name)
         is_known = (part[1] if part else name) in METRICS
-        check(is_known, function, "names", rule, name, "Add it there and in docs/metrics.md.")
+        check(is_known, "names", rule, name, "Add it there and in docs/metrics.md.")
     step = row.get("step")
     rises = isinstance(step, int) and step > last_step
-    check(rises, function, "step", f"be an integer above {last_step}", step)
+    check(rises, "step", f"be an integer above {last_step}", step)
 
 
 def _to_line(row: Row) -> bytes:

@@ -27,11 +27,10 @@ _OTHER_WORDS = (
 
 
 @contextmanager
-def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[None]:
+def explained(what: str, hint: Callable[[], str]) -> Iterator[None]:
     """Context manager: turn an out-of-memory error into a :class:`UserError` with advice.
 
     Args:
-        function: the command.
         what: subject of the message, for example ``the run``.
         hint: function that returns advice.
 
@@ -43,7 +42,7 @@ def explained(function: str, what: str, hint: Callable[[], str]) -> Iterator[Non
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(function, what, "fit into memory", memory_use(error), hint()) from error
+        raise UserError(what, "fit into memory", memory_use(error), hint()) from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -103,14 +102,13 @@ _TRAINING_BYTES = 16
 _MEMORY = Path("/proc/meminfo")
 
 
-def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> None:
+def check_run_fits(config: TrainConfig, device: torch.device) -> None:
     """Check that weights, gradients, moments and a few activations fit into the free memory.
 
     The activations are one residual stream and the logits. A run that passes may still be too
     large; ``nsa plan`` counts a whole step.
 
     Args:
-        function: the command.
         config: the run.
         device: device of the run.
 
@@ -125,7 +123,7 @@ def check_run_fits(function: str, config: TrainConfig, device: torch.device) -> 
     free = free_memory(device)
     found = f"{parameters / 1e9:.2f}B parameters, which take at least {needed / _GIB:.1f} GiB"
     rule = f"fit into the {free / _GIB:.1f} GiB of free memory of the {device.type} device"
-    check(needed <= free, function, "the model", rule, found, "`nsa plan` says what a run needs.")
+    check(needed <= free, "the model", rule, found, "`nsa plan` says what a run needs.")
 
 
 def free_memory(device: torch.device) -> float:

@@ -277,7 +277,7 @@ def test_a_text_is_the_same_bytes_on_each_way_in(tmp_path, monkeypatch):
     given = SimpleNamespace(buffer=io.BytesIO(raw))
     monkeypatch.setattr("sys.stdin", given)
     for name in (str(path), "-"):
-        assert read_text("eval", run, name).tokens.tobytes() == raw + b"\0"
+        assert read_text(run, name).tokens.tobytes() == raw + b"\0"
     given.buffer.seek(0)
     assert [prompt.encode() for prompt in _given(["-"])] == [raw]
     path.write_text("\ufeffone\r\ntwo\n", encoding="utf-8", newline="")

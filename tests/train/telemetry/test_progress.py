@@ -118,7 +118,7 @@ def test_buffered_lines_reach_the_files_in_order_or_never(tmp_path: Path) -> Non
     with RunReport(log, 5, io.StringIO(), buffered=True) as report:
         report.line("never written", event="start")
     with pytest.raises(UserError), RunReport(log, 5, io.StringIO(), buffered=True):
-        fail("train", "x", "be y", "z")
+        fail("x", "be y", "z")
     assert list(tmp_path.iterdir()) == []
     with RunReport(log, 5, stream := io.StringIO(), buffered=True) as report:
         report.line("first", event="start")
