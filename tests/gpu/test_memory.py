@@ -23,7 +23,7 @@ def test_nothing_is_read_before_it_is_written(operator, name):
     """Buffers start as NaN, integers as nonsense: results are right nevertheless."""
     with poisoned_memory() as count:
         CHECKS[operator](MATRIX[name])
-    assert count() > 0
+    assert count() > 0 or operator == "statistics"  # which allocates nothing
 
 
 def storage(x: Tensor) -> tuple[int, int]:

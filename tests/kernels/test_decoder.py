@@ -16,7 +16,7 @@ from tests.lm.test_decoder import LENGTHS, TABLES, make, texts
 PLACES = ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection")
 
 
-def as_on_a_gpu(function: str, backend: str, x: torch.Tensor, argument: str = "") -> str:
+def as_on_a_gpu(backend: str, x: torch.Tensor, argument: str = "") -> str:
     return "triton"
 
 

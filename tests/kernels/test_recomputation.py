@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_attention_is_kept(monkeypatch):
-    monkeypatch.setattr(nsa.attention, "choose_backend", lambda name, backend, tensor: "triton")
+    monkeypatch.setattr(nsa.attention, "choose_backend", lambda backend, tensor: "triton")
     torch.manual_seed(0)
     model = LanguageModel(dataclasses.replace(MODEL, nsa=dataclasses.replace(PATTERN, phi="mean")))
     (layer,) = model.decoder_layers()

@@ -83,6 +83,7 @@ def launches_of(run: Callable[[], None], gpu: str, capability: tuple[int, int]) 
         return _of_columns(x.to(dtype), weight.shape[0])
 
     with (
+        torch.random.fork_rng(devices=[]),  # initial weights of a run follow from its seed
         _replaced(
             (JITFunction, "run", note),
             (kernel, "EARLY_WITHOUT_GPU", capability >= (9, 0)),

@@ -71,7 +71,9 @@ def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_all_are_compiled(absent: Path, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, model={"attention": "dense"})
+    before = torch.get_rng_state()
     compiling = KernelsAhead(lambda: run_step(config), CUDA)
+    assert torch.equal(torch.get_rng_state(), before)
     compiling.wait()
     assert compiling.is_done(0.0)
     found = {path.stem for path in absent.rglob("*.cubin")}
