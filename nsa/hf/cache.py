@@ -182,7 +182,7 @@ class GenerationCache(Cache):
         Raises:
             ValueError: more would be removed. The cache is unchanged.
         """
-        cache, number = self.decoder.cache, tokens_to_remove
+        cache, number = self.decoder.cache, int(tokens_to_remove)  # transformers gives a tensor
         removed = max(self._columns - number, 0) if number > 0 else min(-number, self._columns)
         if removed == 0:
             return

@@ -68,7 +68,7 @@ def lose_data(batches: str, rank: str = "0") -> None:
         from nsa.train.data import DataUnavailableError
 
         rule = "send documents within the time limit of 300 s"
-        raise DataUnavailableError("DocumentReader", "source", rule, "none")
+        raise DataUnavailableError("source", rule, "none")
 
     _after_micro_batches(batches, rank, give_up)
 
