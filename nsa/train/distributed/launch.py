@@ -69,8 +69,6 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
 def check_platform() -> None:
     """Refuse Windows, which lacks the signals and locks of files that runs need.
 
-    Args:
-
     Raises:
         ValueError: the platform is Windows.
     """
