@@ -137,7 +137,7 @@ def native_sparse_attention(
     if rope is not None:
         rule = f"have an even dim of at most head_dim ({config.head_dim})"
         check(rope.dim <= config.head_dim and rope.dim % 2 == 0, "rope", rule, rope.dim)
-    q_cmp = _compressed_queries(name, q, q_cmp, rope, config)
+    q_cmp = _compressed_queries(q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
     if config.scores_blocks:
         check_weights("phi[0]", phi_k, config, config.head_dim)
@@ -240,7 +240,6 @@ def check_inputs(
         ValueError: offsets do not start at 0 or they decrease; a sequence has more queries than
             keys; a query selects a block twice; a gate is below 0.
     """
-    name = "check_inputs"
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     num_queries = None if block_indices is None else block_indices.shape[0]
     for argument, offsets, num_tokens in (
@@ -252,7 +251,7 @@ def check_inputs(
     check_same_count(cu_seqlens_q, cu_seqlens_k)
     check_pair(cu_seqlens_q, cu_seqlens_k)
     if gates is not None:
-        _check_gates(name, gates)
+        _check_gates(gates)
     if block_indices is None:
         return
     check_block_indices(block_indices, config)
@@ -286,7 +285,7 @@ def _check_inputs_of_branches(
     if tuple(gates.shape) != gate_shape:
         fail("gates", f"have shape {gate_shape}", tuple(gates.shape))
     if reads_contents(gates):
-        _check_gates(name, gates)
+        _check_gates(gates)
     arguments = ("k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win")
     key_shape: tuple[int, ...] | None = None
     for argument, tensor in zip(arguments, tensors, strict=True):
@@ -305,7 +304,7 @@ def _check_inputs_of_branches(
     return key_shape
 
 
-def _check_gates(name: str, gates: Tensor) -> None:
+def _check_gates(gates: Tensor) -> None:
     """Check that no gate is negative; NaN is allowed."""
     negative = gates < 0
     if negative.any():
@@ -319,7 +318,7 @@ def _check_gates(name: str, gates: Tensor) -> None:
 
 
 def _compressed_queries(
-    name: str, q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig
+    q: Tensor, q_cmp: Tensor | None, rope: Rope | None, config: NSAConfig
 ) -> Tensor | None:
     """Packed queries of the compressed branch and the scores; None means ``q``."""
     if q_cmp is None:

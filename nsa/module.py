@@ -353,9 +353,8 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: shapes or offsets do not match.
         """
-        name = "NativeSparseAttention"
         packed, sequences = open_layer_input(
-            name, x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+            x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
         if cache is None:
             return self._attend(packed, sequences).view(x.shape)
@@ -391,9 +390,9 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: the branch is disabled; shapes or offsets do not match.
         """
-        name, config = "choose_blocks", self.config
+        _name, config = "choose_blocks", self.config
         check("slc" in config.branches, "config.branches", "have slc", config.branches)
-        x, sequences = open_layer_input(name, x, self.width, cu_seqlens, max_seqlen)
+        x, sequences = open_layer_input(x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
         assert inputs.k_cmp_raw is not None

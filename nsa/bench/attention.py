@@ -37,7 +37,6 @@ from nsa.config import NSAConfig
 from nsa.errors import check, nearest, nearest_hint
 from nsa.ops._backend import kernels_run_on_cpu
 
-WHERE = "nsa bench attention"
 MIN_LENGTH = 128
 # Kernels of other libraries and of the compiler: matrix products, softmax and attention.
 _FOREIGN = re.compile(
@@ -207,7 +206,7 @@ PROVIDERS = {each.name: each for each in _PROVIDERS}
 
 
 # --- Variants
-def split_variant(where: str, text: str) -> tuple[str, dict[str, str]]:
+def split_variant(text: str) -> tuple[str, dict[str, str]]:
     """Split ``NAME:KEY=VALUE,...`` into a name and values by key.
 
     Raises:
@@ -229,7 +228,7 @@ def parse_variant(text: str) -> Provider:
     Raises:
         ValueError: the text is malformed, a field is unknown, or the name is already used.
     """
-    name, settings = split_variant(WHERE, text)
+    name, settings = split_variant(text)
     rule = f"have another name than {', '.join(PROVIDERS)}"
     check(name not in PROVIDERS, "--variant", rule, name)
     known = [entry.name for entry in fields(NSAConfig)]

@@ -59,7 +59,6 @@ from nsa.train.watch.out_of_memory import (
     smaller_micro_batch,
 )
 
-WHERE = "nsa bench train"
 PROVIDERS = ("nsa", "dense", "dense-matched")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in rows
 LOG_EVERY = 20  # maximum steps between rows of metrics
@@ -123,7 +122,7 @@ def find_runs(
     file, base = load_config(path), load_config(path, settings)
     found, taken = [Run(name, model_of(base, name), file) for name in names], [*PROVIDERS]
     for text in variants:
-        name, changes = split_variant(WHERE, text)
+        name, changes = split_variant(text)
         found.append(Run(name, load_config(path, {**settings, **changes}), file))
         taken.append(name)
     rule = "differ from those of other runs and models"

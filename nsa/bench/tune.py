@@ -32,7 +32,6 @@ from nsa.ops._triton.tuning import (
     tiles_chosen_by,
 )
 
-WHERE = "nsa bench tune"
 # Time of a candidate relative to the best tile that it must reach; smaller gains are noise.
 GAIN = 0.985
 BUDGET_MS = 60.0

@@ -21,8 +21,6 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES, CacheTensors
 from nsa.rope import Rope
 
-_NAME = "NSACache"
-
 
 class OnDevice(NamedTuple):
     """State of a cache that kernels read, on one of the devices of its layers.

@@ -112,8 +112,8 @@ def train(
     from nsa.bench.cases import MODES
     from nsa.bench.train import PROVIDERS, bench_train, find_runs
 
-    _in_range("nsa bench train", 1, tokens=tokens, micro_batch=micro_batch, steps=steps)
-    _in_range("nsa bench train", 0, warmup=warmup)
+    _in_range(1, tokens=tokens, micro_batch=micro_batch, steps=steps)
+    _in_range(0, warmup=warmup)
     names = _words("--provider", provider, PROVIDERS)
     return bench_train(
         find_runs(Path(config), settings, variant or [], names),
@@ -351,7 +351,7 @@ def _points(shape: str, seqs: str, tokens: int | None, dtype: Dtype, choice: str
 
     from nsa.bench.cases import CHOICES, Point, batch_of, parse_shape
 
-    _in_range("nsa bench", 1, tokens=tokens)
+    _in_range(1, tokens=tokens)
     heads, device, kind = parse_shape(shape), _device(), getattr(torch, dtype)
     return [
         Point(shape, heads, seq_len, batch_of(shape, seq_len, tokens), each, kind, device)
@@ -366,7 +366,7 @@ def _results(out: Path | None, commit: str | None) -> Any:
     return Results(out, _device(), commit)
 
 
-def _in_range(where: str, least: int, **given: int | None) -> None:
+def _in_range(least: int, **given: int | None) -> None:
     for name, value in given.items():
         fits = value is None or least <= value <= _MOST
         check(fits, option(name), f"be from {least} to {_MOST:,}", value)

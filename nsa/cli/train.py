@@ -80,9 +80,9 @@ def train(
     alone = checkpoint is not None and init_from is None
     check(not alone, "--checkpoint", "be given with --init-from only", checkpoint)
     if resume is not None:
-        return _start("train", run, resume, resume=True, overrides=settings)
+        return _start(run, resume, resume=True, overrides=settings)
     weights = None if init_from is None else _initial_weights(init_from, checkpoint)
-    return _start("train", run, run_dir, str(config), weights=weights)
+    return _start(run, run_dir, str(config), weights=weights)
 
 
 def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
@@ -101,7 +101,6 @@ def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
 
 
 def _start(
-    command: str,
     config: TrainConfig,
     run_dir: str | None,
     name: str = "",
@@ -114,7 +113,6 @@ def _start(
     """Train in a run folder, or profile; return the exit code.
 
     Args:
-        command: name of the command, for messages.
         config: the run.
         run_dir: folder of the run, made unless the run is resumed or was restarted.
         name: configuration that names the folder if ``run_dir`` is None.
@@ -296,7 +294,7 @@ def profile(
     """
     from nsa.train.load import load_config
 
-    run, name = load_config(config, settings), "nsa profile"
+    run, _name = load_config(config, settings), "nsa profile"
     for word, steps in {"--wait": wait, "--warmup": warmup, "--active": active}.items():
         check(steps > 0, word, "be positive", steps)
     from nsa.train.execution.precision import choose_device
@@ -306,7 +304,7 @@ def profile(
     on_gpu, needed = choose_device(run.device).type == "cuda", plan.num_steps
     check(run.steps >= needed, "--steps", f"be at least {needed} for this profile", run.steps)
     check(on_gpu or not nvtx, "--nvtx", "be left out on a CPU", True)
-    return _start(name, run, run_dir, f"{config.removesuffix('.yaml')}-profile.yaml", plan=plan)
+    return _start(run, run_dir, f"{config.removesuffix('.yaml')}-profile.yaml", plan=plan)
 
 
 def _print_profile(folder: Path) -> int:

@@ -18,7 +18,6 @@ from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences
 
-_NAME = "register"
 _OF_MODEL = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
 # Arguments of attention functions that would change the result.
 _REFUSED = ("dropout", "sliding_window", "softcap", "s_aux")

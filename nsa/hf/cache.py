@@ -14,8 +14,6 @@ from nsa.lm.model import LanguageModel
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 
-_NAME = "GenerationCache"
-
 
 class GenerationCache(Cache):
     """Cache of a batch in ``generate``, implemented by :class:`nsa.lm.decoder.Decoder`.

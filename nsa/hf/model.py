@@ -26,8 +26,6 @@ from nsa.module import NativeSparseAttention
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
 
-_NAME = "NSAForCausalLM"
-
 
 def _documents(
     position_ids: Tensor, mask: Tensor | None, shape: tuple[int, int], cached: int
@@ -295,7 +293,7 @@ class NSAModel(NSAPreTrainedModel):
         if cu_seqlens is None and mask is not None and has_padding:
             rule = f"have the shape of input_ids {tuple(shape)}"
             check(mask.shape == shape, "attention_mask", rule, tuple(mask.shape))
-            padded = Sequences.padded(mask, function=_NAME)
+            padded = Sequences.padded(mask)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
         if x.ndim == 2:
             x = self.lm.embedding(x if cu_seqlens is None else x.flatten())

@@ -146,7 +146,7 @@ class DenseAttention(nn.Module):
         """
         shape = x.shape
         x, sequences = open_layer_input(
-            "DenseAttention", x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
+            x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
         before = None if cache is None else cache.lengths(sequences, x.shape[0])
         heads = self._project(x, sequences, before)

@@ -184,9 +184,7 @@ class LanguageModel(nn.Module):
             cache: see :meth:`forward`.
             outputs: list to which the input of each layer and the result are appended.
         """
-        _, sequences = open_layer_input(
-            "LanguageModel", x, self.config.width, cu_seqlens, max_seqlen
-        )
+        _, sequences = open_layer_input(x, self.config.width, cu_seqlens, max_seqlen)
         if self.config.attention == "nsa":
             sequences = sequences.with_blocks(self.config.nsa)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers

@@ -85,7 +85,7 @@ class Sequences:
         return cls(offsets, number, most, most, cu_seqlens.device, num_tokens=num_tokens)
 
     @classmethod
-    def padded(cls, attention_mask: Tensor, *, function: str = "Sequences.padded") -> Sequences:
+    def padded(cls, attention_mask: Tensor) -> Sequences:
         """Sequences of a padded batch; create the object once and pass it to all layers.
 
         The tokens of a row form one sequence with positions from 0, with padding on either side.
@@ -95,7 +95,6 @@ class Sequences:
         Args:
             attention_mask: bool or integer ``[B, T]``: true or 1 for a token, false or 0 for
                 padding. The tokens of a row must be contiguous; on a GPU this is not checked.
-            function: function name for error messages.
 
         Raises:
             ValueError: the mask has another shape or dtype, or padding between the tokens of a row.
@@ -307,7 +306,6 @@ def compressed_key_shape(
 
 
 def open_layer_input(
-    function: str,
     x: Tensor,
     width: int,
     cu_seqlens: Tensor | None,
@@ -345,7 +343,7 @@ def open_layer_input(
             fail("attention_mask", rule, tuple(attention_mask.shape))
         if attention_mask.device != x.device:
             fail("attention_mask", f"be on {x.device} like x", attention_mask.device)
-        sequences = Sequences.padded(attention_mask, function=function)
+        sequences = Sequences.padded(attention_mask)
     if sequences is not None:
         given = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         check_given("x", x.shape[:-1], x.device, sequences, **given)

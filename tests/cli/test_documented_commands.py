@@ -61,7 +61,7 @@ def check_command(words: list[str]) -> None:
     for path in set(paths) & set(configs.names()):
         load_config(path, given)
         for text in arguments.get("variant") or []:
-            load_config(path, {**given, **split_variant("the document", text)[1]})
+            load_config(path, {**given, **split_variant(text)[1]})
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -27,7 +27,7 @@ from nsa.ops._triton.tuning import default_tile, find_table, tiles_chosen_by
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 16
+MAX_THREADS = 8
 
 Launched = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, positional and keyword arguments
 
@@ -43,7 +43,9 @@ class KernelsAhead:
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
         gpu = torch.cuda.get_device_properties(device)
         launches = launches_of(run, gpu.name, (gpu.major, gpu.minor))
-        self._pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        # The other cores are for the run, which loads data and traces meanwhile.
+        threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._pool = ThreadPoolExecutor(threads)
         self._compiled = [self._pool.submit(_compile, launch, device) for launch in launches]
 
     def is_done(self, seconds: float) -> bool:
