@@ -44,7 +44,8 @@ def train(
     The run folder gets the configuration, environment, metrics, checkpoints, plot, sample and log;
     existing runs are never overwritten. Ctrl-C or SIGTERM ends the run after the current step with
     a checkpoint; a second signal ends it at once. A file named halt in the run folder or a closed
-    terminal also ends it with a checkpoint. SIGUSR1 writes the stacks of all threads.
+    terminal also ends it with a checkpoint. SIGUSR2 writes a checkpoint, SIGUSR1 the stacks of all
+    threads.
     Continue exactly from the newest checkpoint:
       nsa train --resume runs/cpu-small-1
     Make the run longer or shorter; the learning rate follows the new schedule from there on:

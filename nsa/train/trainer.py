@@ -363,7 +363,7 @@ class Trainer:
             if self.config.nonfinite == "rollback":
                 self._checkpoint()  # something to go back to
             self._reports.report()  # a signal may arrive between a step and its row
-            while progress.step < steps and not (stop := self._requested_stop()):
+            while progress.step < steps and not (stop := self._handle_requests()):
                 if not self._timed_step(ahead):
                     continue
                 progress.seconds = time.perf_counter() - begun
@@ -386,10 +386,19 @@ class Trainer:
         sampler.load_state_dict(self.state.sampler.state_dict())
         return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
 
-    def _requested_stop(self) -> int:
-        """``Requests.stop`` of any process: the request to stop, 0 for none."""
-        self._requests.look()
-        return self.processes.largest(self._requests.stop)[0]
+    def _handle_requests(self) -> int:
+        """Write a checkpoint if any process was asked for one since the last step.
+
+        Returns:
+            ``Requests.stop``: the request to stop, 0 for none.
+        """
+        requests = self._requests
+        requests.look()
+        checkpoint, requests.checkpoint = requests.checkpoint, False
+        stop, save = self.processes.largest(requests.stop, int(checkpoint))
+        if save:
+            self._checkpoint()
+        return stop
 
     def _is_asked_to_stop(self) -> bool:
         """Whether this process was asked to stop."""

@@ -111,7 +111,7 @@ def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path) -> N
     assert len(steps_of(run.path)) == 1
 
 
-def test_stacks_on_demand(tmp_path: Path) -> None:
+def test_stacks_and_checkpoint_on_demand(tmp_path: Path) -> None:
     with Run(tmp_path, steps=10_000, checkpoint_every=0, log_every=1, eval_every=0) as run:
         run.wait_for_rows(4)
         run.kill(signal.SIGUSR1)
@@ -122,16 +122,21 @@ def test_stacks_on_demand(tmp_path: Path) -> None:
         for _ in range(400):
             run.kill(signal.SIGUSR1)
             time.sleep(0.005)
+        run.kill(signal.SIGUSR2)
+        run.wait_until(lambda: bool(steps_of(run.path)))
         run.goes_on()
         run.stop()
+        assert "SIGUSR2 received: a checkpoint after this step" in run.text
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> None:
     with TwoRanks(tmp_path, steps=100_000, checkpoint_every=100_000, eval_every=0) as run:
         run.wait_for_rows(2)
+        run.ranks[1].kill(signal.SIGUSR2)
+        run.ranks[0].wait_until(lambda: len(steps_of(run.path)) == 1)
         run.ranks[1].kill(signal.SIGTERM)
         assert run.end() == [TERMINATED] * 2
-    assert len(steps_of(run.path)) == 1
+    assert len(steps_of(run.path)) == 2
 
 
 @in_full

@@ -13,9 +13,11 @@ from typing import Any
 
 if sys.platform == "win32":  # where this module is imported and nothing trains
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    CHECKPOINT_SIGNAL = signal.SIGTERM
 else:
     # A closed terminal sends the last one.
     STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    CHECKPOINT_SIGNAL = signal.SIGUSR2
 HALT = 255  # value of `stop` for the halt file; no signal has this number
 _LOOK_EVERY_S = 1.0
 _PASSED_ON_S = 5.0
@@ -26,7 +28,7 @@ class Requests:
 
     The first SIGTERM, SIGINT or SIGHUP, or the halt file, requests a checkpoint and the end of the
     run; a second SIGTERM or SIGINT ends the process at once, without a checkpoint and with exit
-    code 128 + its number. SIGHUP stays ignored under ``nohup``. The
+    code 128 + its number. SIGHUP stays ignored under ``nohup``. SIGUSR2 requests a checkpoint. The
     end of the torchrun agent, for example by SIGKILL, counts as SIGTERM. The exit restores earlier
     handlers, except in a launched process that was asked to stop.
 
@@ -39,6 +41,7 @@ class Requests:
 
     Attributes:
         stop: number of the signal, :data:`HALT` for the file, 0 without a request.
+        checkpoint: whether a checkpoint was requested; the trainer sets it to False.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Requests:
         listens: bool = True,
     ) -> None:
         self.stop = 0
+        self.checkpoint = False
         self._listens = listens
         self._halt_file, self._looked = halt_file, -_LOOK_EVERY_S
         self._agent = agent
@@ -69,7 +73,7 @@ class Requests:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Requests:
-        for number in STOP_SIGNALS if self._listens else ():
+        for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL) if self._listens else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -87,7 +91,10 @@ class Requests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.stop in (0, HALT):
+        if number == CHECKPOINT_SIGNAL:
+            self.checkpoint = True
+            _say(f"{name} received: a checkpoint after this step")
+        elif self.stop in (0, HALT):
             self.stop, self._stopped = number, time.monotonic()
             then = "finishing this step, then a checkpoint; send it again to leave at once"
             _say(f"{name} received: {then}")

@@ -58,6 +58,9 @@ class Watchdog:
         self._folder.stacks.mkdir(exist_ok=True)
         stacks = self._folder.stacks / f"rank-{self._rank}.txt"
         self._on_exit.enter_context(stacks_on_demand(stacks))
+        # It would end a run that does not handle it yet.
+        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        self._on_exit.callback(signal.signal, signal.SIGUSR2, before)
         if self._stall_s > 0:
             self._beats = os.pipe()
             # A watchdog that has been stopped loses heartbeats and does not stop the run.

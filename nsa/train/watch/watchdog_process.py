@@ -159,7 +159,7 @@ def watch(process: Process, beats: int) -> None:
 
 def main() -> None:
     """Watch the process of the command line: its ID, its rank, the run folder."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # They are meant for the training process; when it ends, this program ends.
         signal.signal(number, signal.SIG_IGN)
     pid, rank, folder = sys.argv[1:]
