@@ -152,22 +152,31 @@ def _new_folder(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(target.parent)  # of a killed process
     new = target.with_name(f"{_UNFINISHED}{target.name}")
+    while new.exists():  # of another user, not removable
+        new = new.with_name(f"{new.name}-")
     new.mkdir()
     return new
 
 
-def clean_checkpoints(folder: Path, keep: int) -> None:
+def clean_checkpoints(folder: Path, keep: int) -> str:
     """Remove unfinished checkpoints and all but the newest ``keep`` and the best.
 
-    Raises:
-        OSError: one could not be removed.
+    Returns:
+        The error if one could not be removed, otherwise an empty string.
     """
-    flush(folder)  # the new one first
-    best = best_checkpoint(folder)
+    try:
+        flush(folder)  # the new one first
+    except OSError as error:
+        return str(error)
+    best, reason = best_checkpoint(folder), ""
     for old in list_checkpoints(folder)[:-keep]:
-        if old != best:  # renamed first: a valid name always has a complete checkpoint
-            old.rename(folder / f"{_UNFINISHED}{old.name}")
-    _remove_unfinished(folder)
+        try:
+            (old / META).read_bytes()  # an unreadable one may be the best
+            if old != best:  # renamed first: a valid name always has a complete checkpoint
+                old.rename(folder / f"{_UNFINISHED}{old.name}")
+        except OSError as error:
+            reason = str(error)
+    return _remove_unfinished(folder) or reason
 
 
 def _on_all(writers: Processes, action: Callable[[], Any]) -> list[Any]:
@@ -194,9 +203,15 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return _sha256(path)
 
 
-def _remove_unfinished(folder: Path) -> None:
+def _remove_unfinished(folder: Path) -> str:
+    """Remove unfinished checkpoints; return the error if one could not be removed."""
+    reason = ""
     for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        try:
+            shutil.rmtree(leftover)
+        except OSError as error:
+            reason = str(error)
+    return reason
 
 
 def _tensor_files(number: int) -> list[str]:
@@ -330,8 +345,9 @@ class CheckpointWriter:
     """Writes checkpoints in a thread, one at a time.
 
     A checkpoint that cannot be written, on a full disk for example, is a warning: older checkpoints
-    stay and training continues. So is a checkpoint with a weight or moment that is not finite, and
-    an old checkpoint that cannot be removed. Any other error is a bug, and the next call raises it.
+    stay and training continues. So is a checkpoint with a weight or moment that is not finite. An
+    old checkpoint that cannot be removed is one warning. Any other error is a bug, and the next
+    call raises it.
 
     Args:
         folder: folder of all checkpoints of a run.
@@ -352,7 +368,7 @@ class CheckpointWriter:
         record: Path | None = None,
     ) -> None:
         self._folder, self._keep, self._writers = folder, keep, writers or Processes()
-        self._record = record
+        self._record, self._has_warned = record, False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
@@ -420,12 +436,11 @@ class CheckpointWriter:
         self.failure = None
         seconds = time.perf_counter() - begin
         self._log(logging.INFO, "checkpoint", f"checkpoint {path} ({seconds:.1f} s)", step)
-        try:
-            if self._writers.is_main:
-                clean_checkpoints(self._folder, self._keep)
-        except OSError as error:
-            text = f"the checkpoint is written, but old ones stay: {error}. Remove them by hand."
+        reason = clean_checkpoints(self._folder, self._keep) if self._writers.is_main else ""
+        if reason and not self._has_warned:
+            text = f"checkpoints are written, but old ones stay: {reason}. Remove them by hand."
             self._log(logging.WARNING, "warning", text, step)
+        self._has_warned |= bool(reason)
 
     def _flush_record(self) -> None:
         with suppress(OSError):

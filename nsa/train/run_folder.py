@@ -83,7 +83,7 @@ class RunFolder:
             The folder.
 
         Raises:
-            UserError: ``path`` is empty or exists already.
+            UserError: ``path`` is empty or exists already, or a parent is a file.
         """
         check(str(path) != "", "--run-dir", "name a folder", "''")
         is_text = not re.search("[\ud800-\udfff]", str(path))  # TensorBoard opens no other name
@@ -91,6 +91,8 @@ class RunFolder:
         folder = cls(Path(path))
         try:
             folder.path.mkdir(parents=True)
+        except NotADirectoryError:
+            fail("run folder", "--run-dir", "lie in a folder", path)
         except FileExistsError:
             rule = "not exist yet, because no run writes over another"
             hint = "Give another --run-dir"

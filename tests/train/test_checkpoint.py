@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import pickle
+import shutil
 import subprocess
 import threading
 from contextlib import suppress
@@ -47,7 +48,7 @@ def tensors() -> dict[str, Tensor]:
 
 def save(folder: Path, step: int = 1, keep: int = 1, **meta: Any) -> Path:
     path = save_checkpoint(folder, step, tensors(), run_meta(**meta))
-    clean_checkpoints(folder, keep)
+    assert clean_checkpoints(folder, keep) == ""
     return path
 
 
@@ -230,22 +231,33 @@ def test_a_write_that_fails_is_a_warning_and_a_bug_is_not(tmp_path, monkeypatch,
     assert (writer.newest_step, writer.failure) == (4, None)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
-    def rename(path: Path, target: Path) -> Path:
-        if path.name == "step-00000001":
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-        return real(path, target)
+def test_what_cannot_be_removed_stops_no_checkpoint_and_is_one_warning(
+    tmp_path, monkeypatch, caplog
+):
+    """Files of another owner: two that were left unfinished, and an old checkpoint."""
+    others = (".unfinished-x", ".unfinished-step-00000001", "step-00000002")
+    for name in others[:2]:
+        (tmp_path / name).mkdir(parents=True)
 
-    real = Path.rename
-    monkeypatch.setattr(Path, "rename", rename)
-    writer = CheckpointWriter(tmp_path, keep=1)
-    for step in (1, 2):
-        writer.submit(step, {"a": torch.ones(9)}, run_meta())
+    def owned(real):
+        def call(path, *args):
+            if Path(path).name in others and threading.current_thread().name != "MainThread":
+                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+            return real(path, *args)
+
+        return call
+
+    monkeypatch.setattr(shutil, "rmtree", owned(shutil.rmtree))
+    monkeypatch.setattr(Path, "rename", owned(Path.rename))
+    writer, live = CheckpointWriter(tmp_path, keep=1), {"a": torch.ones(9)}
+    for step in range(1, 6):
+        writer.submit(step, live, run_meta())
         writer.wait()
         assert (writer.newest_step, writer.failure) == (step, None)
     writer.close()
-    assert steps(tmp_path) == [1, 2]
-    assert "the checkpoint is written, but old ones stay: [Errno 1]" in caplog.text
+    assert steps(tmp_path) == [2, 5]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("checkpoints are written, but old ones stay: [Errno 1]")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

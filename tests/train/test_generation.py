@@ -243,8 +243,12 @@ def test_logits_that_are_not_finite_are_marked(sampling: Sampling, value: float)
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=0)])
 def test_a_gpu_draws_the_same_without_waiting(sampling: Sampling) -> None:
     torch.manual_seed(0)
-    logits, uniform = torch.randn(5, 300) * 3, next(uniform_numbers([*range(5)], CPU))
-    on_gpu = logits.cuda(), uniform.cuda()
+    given = (
+        torch.randn(5, 300) * 3,
+        next(uniform_numbers([*range(5)], CPU)),
+        torch.rand(5, 300) < 0.2,
+    )
+    on_gpu = [x.cuda() for x in given]
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
@@ -253,7 +257,7 @@ def test_a_gpu_draws_the_same_without_waiting(sampling: Sampling) -> None:
         drawn = sampling.draw(*on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert drawn.tolist() == sampling.draw(logits, uniform).tolist()
+    assert drawn.tolist() == sampling.draw(*given).tolist()
 
 
 def test_numbers_follow_from_the_own_seed() -> None:

@@ -45,7 +45,7 @@ def test_an_existing_folder_is_refused_and_left_alone(tmp_path):
     (tmp_path / "a-2").write_text("a file in the way")
     with pytest.raises(UserError, match=r"must not exist yet.*another --run-dir\.?$"):
         RunFolder.create(tmp_path / "a-2", CONFIG)
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(UserError, match=r"--run-dir must lie in a folder, got .*a-2/b"):
         RunFolder.create(tmp_path / "a-2/b", CONFIG)
     with pytest.raises(UserError, match="--run-dir must name a folder, got ''"):
         RunFolder.create("", CONFIG)
