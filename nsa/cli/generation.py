@@ -25,6 +25,7 @@ def generate(
     device: Device = "auto",
     prompt: list[str] | None = None,
     prompt_file: Path | None = None,
+    interactive: bool = False,
     max_new_tokens: int = 256,
     temperature: float = 0.8,
     top_k: int = 0,
@@ -40,6 +41,7 @@ def generate(
     follow when it has ended. The same seed gives the same text on the same machine. Tokens and
     tokens/s are printed on standard error.
       nsa generate runs/cpu-small-1 --prompt 'Once' --min-p 0.05 --stop 'The end'
+      nsa generate runs/cpu-small-1 --interactive
 
     Args:
         run: run folder, for example runs/cpu-small-1
@@ -47,6 +49,8 @@ def generate(
         device: device to compute on
         prompt: text to continue, - for standard input; may be given several times
         prompt_file: file with one prompt per line; empty lines are ignored
+        interactive: read prompts from the terminal; each line continues the text so far, an empty
+            line ends the session, Ctrl-C stops a text
         max_new_tokens: largest number of tokens to draw
         temperature: lower values make unlikely tokens rarer, 0 takes the likeliest
         top_k: draw among the K likeliest tokens, 0 for all
@@ -58,9 +62,11 @@ def generate(
     """
     from nsa.train.run_folder import RunFolder
 
-    rule = "be given, or --prompt-file"
-    check(bool(prompt or prompt_file), "--prompt", rule, "neither")
-    check(batch_size > 0, "--batch-size", "be positive", batch_size)
+    has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
+    check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
+    rule = "be given without --prompt and --prompt-file"
+    check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
+    check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
     config = folder.load_config()
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
@@ -78,7 +84,10 @@ def generate(
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
     with explained("the text", lambda: hint):
         start = _starter(folder, checkpoint, device, seed, options)
-        _write(prompts, batch_size, start)
+        if interactive:
+            _converse(start)
+        else:
+            _write(prompts, batch_size, start)
     return 0
 
 
@@ -145,6 +154,18 @@ def _decoded(what: str, content: bytes) -> str:
         fail(what, "be text in UTF-8", f"another byte at offset {error.start}")
 
 
+def _lines() -> Iterator[str]:
+    """Lines that are typed, until an empty one or the end of input."""
+    mark = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    try:
+        while line := input(mark):
+            yield line
+    except EOFError:
+        return
+    except UnicodeDecodeError as error:
+        fail("generate", "standard input", "be text in UTF-8", f"byte {error.start} of a line")
+
+
 # --- texts ----------------------------------------------------------------------------------------
 def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
     """Continue prompts; of a batch the first text is shown while it is drawn, then the others."""
@@ -165,6 +186,22 @@ def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
             _show("\n")
         speed += generation.speed
     print(speed.line(), file=sys.stderr)
+
+
+def _converse(start: Start) -> None:
+    """Continue the text so far with each line that is typed; the model reads it all each time."""
+    text = ""
+    for turn, line in enumerate(_lines()):
+        text += f"\n{line}" if text else line
+        generation = start([text], turn)
+        try:
+            for (piece,) in _texts(generation):
+                _show(piece)
+                text += piece
+        except KeyboardInterrupt:  # ends this text only
+            pass
+        _show("\n")
+        print(generation.speed.line(), file=sys.stderr)
 
 
 def _texts(generation: Generation) -> Iterator[list[str]]:

@@ -439,7 +439,8 @@ def test_nothing_said_shows_the_help(capsys):
         (f"data needles out --number {10**12}", "number must be from 1 to 1,000,000, got"),
         ("train tiny.yaml --resume x", "CONFIG must be left out with --resume"),
         ("eval x --device tpu", "invalid choice: 'tpu'"),
-        ("generate x", "--prompt must be given, or --prompt-file, got neither"),
+        ("generate x", "--prompt must be given, or --prompt-file or --interactive, got none"),
+        ("generate x --prompt a --interactive", "--interactive must be given without --prompt"),
         ("generate x --prompt a --top-k many", "--top-k: invalid int value: 'many'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from nsa import cli
+from nsa.train.generation import Generation
 from tests.cli.conftest import Command, pipe
 from tests.train.cases import make_trainer, tiny_config
 
@@ -110,6 +112,42 @@ def test_options_reach_the_sampling(here: Path, nsa: Command) -> None:
     assert nsa(f"{SHORT} --prompt aaa --temperature 0 --stop zzz --stop '{stop}'") == (
         f"{greedy[:until]}\n"
     )
+
+
+# --- the interactive loop -------------------------------------------------------------------------
+LOOP = "generate run --interactive --max-new-tokens 6 --temperature 0"
+
+
+def test_each_line_continues_the_text_so_far(here, nsa, monkeypatch):
+    def typed(text: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        return nsa(LOOP)
+
+    first = typed("aaa\n\nnot read\n")
+    alone = nsa("generate run --max-new-tokens 6 --temperature 0 --prompt aaa")
+    assert f"aaa{first}" == alone
+    both = typed("aaa\nbb\n")
+    assert both.startswith(first)
+    text = f"{alone}bb"
+    whole = nsa(f"generate run --max-new-tokens 6 --temperature 0 --prompt '{text}'")
+    assert both.removeprefix(first) == whole.removeprefix(text)
+
+
+def test_ctrl_c_ends_a_text_and_not_the_loop(here, nsa, monkeypatch):
+    steps, count = Generation.__next__, itertools.count(1)
+
+    def interrupted(self: Generation) -> list[bytes]:
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return steps(self)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("aaa\n"))
+    whole = nsa(LOOP)
+    monkeypatch.setattr(Generation, "__next__", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("aaa\nbb\n"))
+    first, second = nsa(LOOP).splitlines()
+    assert first == whole[:3]
+    assert len(second) == 6
 
 
 def test_speed_is_reported_on_standard_error(here, capsys):
