@@ -212,24 +212,24 @@ def export(
     return 0
 
 
-def report(run: str, *, output: Path | None = None) -> int:
-    """Write an HTML page about a run.
+def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
+    """Write an HTML page about one run or several.
 
-    The page shows curves, gates, events, environment and the settings that differ from their
-    defaults. It is one file that needs no network.
+    The page shows curves, gates, events, environment and differences of the configurations. It is
+    one file that needs no network.
 
     Args:
-        run: run folder, for example runs/cpu-small-1
-        output: page to write (default report.html in the run)
+        runs: run folders; several are compared
+        output: page to write (default report.html in the first run)
     """
     from nsa.files import replace_text
     from nsa.train.run_folder import RunFolder
     from nsa.train.runs.report import report_page
 
-    check_output("--output", output)
-    folder = RunFolder.open(run)
-    target = output or folder.path / "report.html"
-    replace_text(target, report_page(folder))
+    check_output("report", "--output", output)
+    folders = [RunFolder.open(run) for run in runs]
+    target = output or folders[0].path / "report.html"
+    replace_text(target, report_page(folders))
     print(f"report: {target}")
     return 0
 

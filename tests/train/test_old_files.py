@@ -70,7 +70,7 @@ def test_another_format_names_the_version_that_reads_it(tmp_path):
 def test_records_with_other_content_are_one_line(tmp_path, capsys):
     folder = new_trainer(tmp_path, steps=2).run_folder
     folder.events.write_text(f"{EVENT}\n{EVENT[:9]}")  # the last one may be incomplete
-    assert "Events" in report_page(folder)
+    assert "Events" in report_page([folder])
     for path, text, rule in (
         (folder.environment, '{"launches": [{}]}', "must contain the launches of the run in JSON"),
         (folder.environment, "{", "must contain the launches of the run in JSON"),
@@ -94,7 +94,7 @@ def test_rows_with_odd_values_are_shown(tmp_path):
         for step, value in enumerate(values, start=1)
     ]
     folder.metrics_jsonl.write_text("".join(f"{line}}}\n" for line in lines))
-    assert "Loss" in report_page(folder)
+    assert "Loss" in report_page([folder])
 
 
 def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
     path, config = tmp_path / "cost$\\frac$ a{b}%s <b>&'", write_tiny(tmp_path, steps=2)
     assert cli.main(["train", config, "--run-dir", str(path)]) == 0
     assert (path / "loss.png").stat().st_size > 0
-    assert cli.main(["report", str(path)]) == 0
+    assert cli.main(["report", str(path), str(path)]) == 0
     other = str(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
     assert cli.main(["train", config, "--run-dir", other]) == 2
     assert "--run-dir must be valid UTF-8" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model, read_text
-from nsa.train.runs.report import Plot, curves_figure, figure_element, page, table
+from nsa.train.runs.report import Plot, figure_element, layers_figure, page, table
 from nsa.train.telemetry.metrics import Row
 
 LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
@@ -347,13 +347,13 @@ def inspection_page(found: Inspection) -> str:
         )
         plots = [Plot("blocks by distance", "distance"), Plot("blocks shared", "shared")]
         parts["Distance and overlap"] = figure_element(
-            curves_figure(curves, plots, numbers, "tokens before the query"),
+            layers_figure(curves, numbers, plots, "tokens before the query"),
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
     plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in layers[0].gates]
     parts["Gates"] = figure_element(
-        curves_figure(curves, plots, numbers, "gate, percent"),
+        layers_figure(curves, numbers, plots, "gate, percent"),
         "Distribution of the gates of each branch over tokens and query heads.",
     )
     summary = f"<p>{escape(_about(found))}</p>\n{table(head, rows)}"

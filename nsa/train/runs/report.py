@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import math
 import re
 from collections import Counter
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa.files import new_file, read_lines
@@ -24,8 +24,20 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import ALWAYS, Row, read_metrics
 
 _LARGEST = 1e100  # larger values overflow the axes
-_MOST_NAMED = 16  # more layers have no legend
+_MOST_NAMED = 16  # more curves have no legend
+# Colours that colour-blind readers can tell apart.
+_COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#777777")
 _EVENTS_SHOWN = 200
+_MARKED = {
+    "nonfinite",
+    "rollback",
+    "resume",
+    "gates",
+    "throughput",
+    "data",
+    "hang",
+    "checkpoint failed",
+}
 _ENDS = {
     "finish": "finished",
     "stop": "stopped",
@@ -112,55 +124,69 @@ class Plot(NamedTuple):
     dots: str = ""
 
 
-def loss_plot(rows: Sequence[Row]) -> Plot:
-    """Loss in bits per byte, or in nats per token if there are no bytes (a synthetic task)."""
-    if all("bits_per_byte" in row for row in rows):
+class Curve(NamedTuple):
+    """Rows of metrics that are drawn in every plot of a figure.
+
+    Attributes:
+        label: name in the legend.
+        colour: colour of matplotlib.
+        rows: rows of metrics.
+        scale: units of the horizontal axis per optimizer step.
+        suffix: end of the names of the metrics, such as ``_layer_0``.
+    """
+
+    label: str
+    colour: Any
+    rows: Sequence[Row]
+    scale: int = 1
+    suffix: str = ""
+
+
+def loss_plot(curves: Iterable[Curve]) -> Plot:
+    """Loss in bits per byte, or in nats per token if a curve has no bytes (a synthetic task)."""
+    if all("bits_per_byte" in row for curve in curves for row in curve.rows):
         return Plot("bits per byte of text", "bits_per_byte", "val_bits_per_byte")
     return Plot("nats per token", "loss_nats", "val_loss_nats")
 
 
 def curves_figure(
-    rows: Sequence[Row],
-    plots: Sequence[Plot],
-    layers: Sequence[int] = (),
-    unit: str = "optimizer steps",
+    curves: Sequence[Curve], plots: Sequence[Plot], unit: str = "optimizer steps"
 ) -> Figure:
     """Draw plots next to each other.
 
     Args:
-        rows: rows of metrics.
+        curves: the curves. A single curve has the names of the metrics in the legend.
         plots: the plots.
-        layers: indices of layers, which get a line each, dark to light from the first to the last;
-            the metrics have names that end in ``_layer_<n>``.
         unit: unit of the horizontal axis.
     """
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    shades = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
     dots = {"marker": "o", "linestyle": "none", "markersize": 3}
     for axes, plot in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-        for number, layer in enumerate(layers):
-            name = f"{plot.line}_layer_{layer}"
-            _draw(axes, rows, name, label=f"layer {layer}", color=shades(number))
-            axes.set_ylim(bottom=0)
-        if not layers:
-            _draw(axes, rows, plot.line, label=plot.line, linewidth=1.2)
-            _draw(axes, rows, plot.dots, label=plot.dots, **dots)
+        for curve, (metric, style) in itertools.product(
+            curves, ((plot.line, {"linewidth": 1.2}), (plot.dots, dots))
+        ):
+            name = metric + curve.suffix
+            rows = [row for row in curve.rows if name in row]
+            if not rows:
+                continue
+            if len(rows) == 1:
+                style = {"marker": ".", **style}  # a line through one point is invisible
+            label = metric if len(curves) == 1 else curve.label if metric == plot.line else ""
+            values = [float(row[name]) for row in rows]
+            axes.plot(
+                [int(row["step"]) * curve.scale for row in rows],
+                [value if abs(value) < _LARGEST else math.nan for value in values],
+                color=curve.colour,
+                label=label,
+                **style,
+            )
         axes.set_title(plot.title, fontsize=10)
         axes.set_xlabel(unit)
         axes.grid(alpha=0.3)
-        if len(layers) <= _MOST_NAMED and axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
+        if len(curves) <= _MOST_NAMED and axes.get_legend_handles_labels()[0]:
+            for text in axes.legend(fontsize=7).get_texts():
+                text.set_parse_math(False)  # the name of a folder, in which $ is a dollar
     return figure
-
-
-def _draw(axes: Axes, rows: Sequence[Row], name: str, **style: Any) -> None:
-    """Draw the values of a metric, if there are any."""
-    points = [(int(row["step"]), float(row[name])) for row in rows if name in row]
-    points = [(step, value if abs(value) < _LARGEST else math.nan) for step, value in points]
-    if len(points) == 1:
-        style = {"marker": ".", **style}  # a line through one point is invisible
-    if points:
-        axes.plot(*zip(*points, strict=True), **style)
 
 
 def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
@@ -174,11 +200,12 @@ def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
     Returns:
         Whether there are rows; without rows no file is written.
     """
-    if rows := read_metrics(metrics):
-        figure = curves_figure(rows, [loss_plot(rows)])
+    curve = Curve("", _COLOURS[0], read_metrics(metrics))
+    if curve.rows:
+        figure = curves_figure([curve], [loss_plot([curve])])
         figure.suptitle(printable(title), parse_math=False)
         save_png(figure, target)
-    return bool(rows)
+    return bool(curve.rows)
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -229,31 +256,54 @@ _CURVES = {
 }
 
 
-def report_page(folder: RunFolder) -> str:
-    """Return the page of a run as HTML."""
-    config, rows = folder.load_config(), read_metrics(folder.metrics_jsonl, *ALWAYS)
-    events = [event for _, event in read_lines(folder.events, "an event", _as_event) if event]
-    sections = {"Summary": _summary(config, rows, events)}
-    caption = "Training loss (line) and validation loss (dots)."
-    for title, section in {"Loss": _Section(caption, [loss_plot(rows)]), **_CURVES}.items():
-        shown = _figure(rows, section)
+class _Run(NamedTuple):
+    """Data of a run for the page."""
+
+    name: str
+    colour: str
+    folder: RunFolder
+    config: TrainConfig
+    rows: list[Row]
+    events: list[dict[str, Any]]
+
+
+def report_page(folders: Sequence[RunFolder]) -> str:
+    """Return the page as HTML.
+
+    Args:
+        folders: runs to compare.
+    """
+    names = [printable(folder.path.resolve().name) for folder in folders]
+    if len(set(names)) < len(names):
+        names = [printable(str(folder.path)) for folder in folders]
+    runs = [
+        _Run(
+            name,
+            colour,
+            folder,
+            folder.load_config(),
+            read_metrics(folder.metrics_jsonl, *ALWAYS),
+            [event for _, event in read_lines(folder.events, "an event", _as_event) if event],
+        )
+        for name, colour, folder in zip(names, itertools.cycle(_COLOURS), folders, strict=False)
+    ]
+    head = ("run", "steps", "tokens", "loss (nats/token)", "best validation (bits/byte)")
+    sections = {"Summary": table((*head, "tokens/s", "hours", "end"), map(_ends, runs))}
+    loss = loss_plot(Curve("", "", run.rows) for run in runs)
+    curves = {"Loss": _Section("Training loss (line) and validation loss (dots).", [loss])}
+    for title, section in (curves | _CURVES).items():
+        shown = (_layers if section.of_layers else _figure)(runs, section)
         sections[title] = shown or f"<p>Nothing was recorded{section.absent}.</p>"
-    sample = "None was written."
-    if folder.sample.exists():
-        sample = folder.sample.read_text(encoding="utf-8", errors="replace")
-    sections["Sample"] = f"<pre>{escape(sample)}</pre>"
-    sections["Events"] = _events(events)
-    default = dict(_leaves(dataclasses.asdict(TrainConfig())))
-    settings = (
-        (name, value, default.get(name))
-        for name, value in _leaves(dataclasses.asdict(config))
-        if value != default.get(name)
-    )
-    sections["Configuration"] = table(("setting", "run", "default"), settings)
-    launches = folder.launches()
-    values = {"launches": len(launches), **dict(_leaves(launches[-1] if launches else {}))}
-    sections["Environment"] = table(("last launch", ""), values.items())
-    return page(f"Run {printable(folder.path.resolve().name)}", sections)
+    sections["Sample"] = "".join(map(_sample, runs)) or "<p>None was written.</p>"
+    sections["Events"] = "".join(map(_events, runs))
+    sections["Configuration"] = _configuration(runs)
+    launches = {run.name: run.folder.launches() for run in runs}
+    environments = {
+        name: {"launches": len(found), **dict(_leaves(found[-1] if found else {}))}
+        for name, found in launches.items()
+    }
+    sections["Environment"] = _columns("last launch", environments)
+    return page(("Run " if len(runs) == 1 else "Runs ") + ", ".join(names), sections)
 
 
 def _as_event(values: Any) -> dict[str, Any] | None:
@@ -261,28 +311,34 @@ def _as_event(values: Any) -> dict[str, Any] | None:
     return {"step": None, **values} if fits else None
 
 
-def _summary(config: TrainConfig, rows: Sequence[Row], events: Sequence[dict[str, Any]]) -> str:
-    """Table with the last row and the end of the run."""
-    last: Row = rows[-1] if rows else {}
-    validation = [float(row["val_bits_per_byte"]) for row in rows if "val_bits_per_byte" in row]
+def _ends(run: _Run) -> list[object]:
+    """Row of a run in the summary: its last row and its end."""
+    last: Row = run.rows[-1] if run.rows else {}
+    validation = [float(row["val_bits_per_byte"]) for row in run.rows if "val_bits_per_byte" in row]
     speed = float(last.get("tokens_per_s_total", math.nan))
     known = math.isfinite(speed) and speed > 0
-    ends = [event["kind"] for event in events if event["kind"] in _ENDS]
-    head = ("steps", "tokens", "loss (nats/token)", "best validation (bits/byte)", "tokens/s")
-    values = (
-        f"{last.get('step', 0)} of {config.steps}",
+    ends = [event["kind"] for event in run.events if event["kind"] in _ENDS]
+    return [
+        run.name,
+        f"{last.get('step', 0)} of {run.config.steps}",
         last.get("tokens"),
         round(float(last["loss_nats"]), 4) if last else None,
         round(min(validation), 4) if validation else None,
         round(speed) if known else None,
         round(float(last["tokens"]) / speed / 3600, 2) if known else None,
         _ENDS[ends[-1]] if ends else "running, or killed",
-    )
-    return table((*head, "hours", "end"), [values])
+    ]
 
 
-def _events(events: Sequence[dict[str, Any]]) -> str:
-    counts = sorted(Counter(event["kind"] for event in events).items())
+def _sample(run: _Run) -> str:
+    if not run.folder.sample.exists():
+        return ""
+    text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
+    return f"<h3>{escape(run.name)}</h3>\n<pre>{escape(text)}</pre>"
+
+
+def _events(run: _Run) -> str:
+    counts = sorted(Counter(event["kind"] for event in run.events).items())
     rows = (
         (
             f"{datetime.fromtimestamp(event['time_unix_s'], UTC):%Y-%m-%d %H:%M:%S}",
@@ -290,10 +346,34 @@ def _events(events: Sequence[dict[str, Any]]) -> str:
             event["step"],
             event["message"],
         )
-        for event in [one for one in events if one["kind"] != "checkpoint"][-_EVENTS_SHOWN:]
+        for event in [one for one in run.events if one["kind"] != "checkpoint"][-_EVENTS_SHOWN:]
     )
     summary = escape(", ".join(f"{kind} {number}" for kind, number in counts))
-    return f"<p>{summary}</p>\n{table(('time (UTC)', 'kind', 'step', 'message'), rows)}"
+    listed = table(("time (UTC)", "kind", "step", "message"), rows)
+    return f"<h3>{escape(run.name)}</h3>\n<p>{summary}</p>\n{listed}"
+
+
+def _configuration(runs: Sequence[_Run]) -> str:
+    """Settings that differ between the runs; for a single run, from the defaults."""
+    configs = {run.name: run.config for run in runs}
+    if len(runs) == 1:
+        configs["default"] = TrainConfig()
+    columns = {name: dict(_leaves(dataclasses.asdict(one))) for name, one in configs.items()}
+    names = sorted({name for column in columns.values() for name in column})
+    differing = [
+        name for name in names if len({repr(column.get(name)) for column in columns.values()}) > 1
+    ]
+    return "<p>Settings that differ.</p>" + _columns("setting", columns, differing)
+
+
+def _columns(
+    title: str, columns: Mapping[str, dict[str, Any]], names: Sequence[str] | None = None
+) -> str:
+    """Table with a column for each run and a row for each name."""
+    if names is None:
+        names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    rows = ([name, *(column.get(name) for column in columns.values())] for name in names)
+    return table((title, *columns), rows)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -305,14 +385,61 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _figure(rows: Sequence[Row], section: _Section) -> str:
-    """Figure with a plot for each metric that was recorded; empty without any."""
-    recorded = {name for row in rows for name in row}
-    if section.of_layers:
-        pattern = re.compile(rf"{section.plots[-1].line}_layer_(\d+)")
-        layers = sorted(int(match[1]) for name in recorded if (match := pattern.fullmatch(name)))
-        caption = f"{section.caption} Dark to light from the first layer to the last."
-        figure = curves_figure(rows, section.plots, layers)
-        return figure_element(figure, caption) if layers else ""
+def _figure(runs: Sequence[_Run], section: _Section) -> str:
+    """Figure with a plot for each metric that was recorded, and a line for each run."""
+    recorded = {name for run in runs for row in run.rows for name in row}
     plots = [plot for plot in section.plots if plot.line in recorded]
-    return figure_element(curves_figure(rows, plots), section.caption) if plots else ""
+    if not plots:
+        return ""
+    # Steps of different sizes cannot be compared with each other, tokens can.
+    sizes = [run.config.global_batch * run.config.seq_len for run in runs]
+    unit, scales = "tokens", sizes
+    if len(set(sizes)) == 1:
+        unit, scales = "optimizer steps", [1] * len(runs)
+    pairs = zip(runs, scales, strict=True)
+    curves = [Curve(run.name, run.colour, run.rows, scale) for run, scale in pairs]
+    figure = curves_figure(curves, plots, unit)
+    for axes, (run, scale) in itertools.product(figure.axes, zip(runs, scales, strict=True)):
+        for step in {event["step"] for event in run.events if event["kind"] in _MARKED} - {None}:
+            axes.axvline(step * scale, color=run.colour, linewidth=0.6, linestyle=":")
+    marks = "Dotted lines: resumptions, rollbacks, hangs, warnings."
+    return figure_element(figure, f"{section.caption} {marks}")
+
+
+def layers_figure(
+    rows: Sequence[Row],
+    layers: Sequence[int],
+    plots: Sequence[Plot],
+    unit: str = "optimizer steps",
+) -> Figure:
+    """Draw metrics of layers, dark to light from the first layer to the last.
+
+    Args:
+        rows: rows of metrics whose names end in ``_layer_<n>``.
+        layers: indices of the layers.
+        plots: the plots, with names of metrics without this end.
+        unit: unit of the horizontal axis.
+    """
+    colours = mpl.colormaps["viridis"].resampled(len(layers) + 1)  # the lightest is invisible
+    curves = [
+        Curve(f"layer {layer}", colours(number), rows, suffix=f"_layer_{layer}")
+        for number, layer in enumerate(layers)
+    ]
+    figure = curves_figure(curves, plots, unit)
+    for axes in figure.axes:
+        axes.set_ylim(bottom=0)
+    return figure
+
+
+def _layers(runs: Sequence[_Run], section: _Section) -> str:
+    """Figure for each run with a plot for each metric and a line for each layer."""
+    parts = []
+    for run in runs:
+        pattern = re.compile(rf"{section.plots[-1].line}_layer_(\d+)")
+        found = (pattern.fullmatch(name) for row in run.rows for name in row)
+        layers = sorted({int(match[1]) for match in found if match})
+        if layers:
+            figure = layers_figure(run.rows, layers, section.plots)
+            caption = f"{section.caption} Dark to light from the first layer to the last."
+            parts.append(f"<h3>{escape(run.name)}</h3>\n{figure_element(figure, caption)}")
+    return "".join(parts)

@@ -8,7 +8,6 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,7 +17,7 @@ from matplotlib.image import imread
 
 from nsa import cli
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.report import Plot, curves_figure, loss_plot, plot_losses, report_page
+from nsa.train.runs.report import Curve, curves_figure, loss_plot, plot_losses, report_page
 from nsa.train.telemetry.metrics import Row, read_metrics
 from tests.train.cases import new_trainer, tiny_config
 from tests.train.runs.cases import resumed_run
@@ -51,41 +50,52 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that was resumed, whose name has a meaning in HTML."""
-    path = tmp_path_factory.mktemp("runs")
-    changes: dict[str, Any] = {"steps": 12, "log_every": 2, "eval_every": 4, "sample_tokens": 3}
-    made = resumed_run(path / "a <b> & c", tiny_config(path, **changes, optim={"lr": 0.02}))
-    event = {"time_unix_s": 1e9, "kind": "resume", "step": 6, "message": "resumed <here>"}
-    made.events.write_text(json.dumps(event) + '\n{"torn')
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    """Two runs that were resumed; the name of one has a meaning in HTML."""
+    folder, made = tmp_path_factory.mktemp("runs"), []
+    dense = {"model": {"attention": "dense"}, "optim": {"lr": 0.02}}
+    for name, changes in (("a <b> & c", {}), ("dense", dense)):
+        config = tiny_config(
+            folder, steps=12, log_every=2, eval_every=4, sample_tokens=3, **changes
+        )
+        made.append(resumed_run(folder / name, config))
+        event = {"time_unix_s": 1e9, "kind": "resume", "step": 6, "message": "resumed <here>"}
+        made[-1].events.write_text(json.dumps(event) + '\n{"torn')
     return made
 
 
-def test_page_of_a_run(folder: RunFolder, tmp_path: Path) -> None:
+def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
     target = tmp_path / "page.html"
-    assert cli.main(["report", str(folder.path), "--output", str(target)]) == 0
+    words = ["report", *(str(folder.path) for folder in folders), "--output", str(target)]
+    assert cli.main(words) == 0
     page = Page(target.read_text(encoding="utf-8"))
-    # loss, optimisation, throughput, gates and selection
+    # loss, optimisation, throughput, and gates and selection of the sparse run
     assert len(page.figures) == 5
     assert all(ElementTree.fromstring(figure).tag.endswith("svg") for figure in page.figures)
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(", page.text)
     assert '<meta name="viewport" content="width=device-width' in page.text
-    names = ("a <b> & c", "model.width", "optim.lr", "versions.torch")
+    names = ("a <b> & c", "dense", "model.attention", "optim.lr", "versions.torch")
     shown = ("12 of 12", "resumed <here>", "Nothing was recorded: no GPU.")
-    for part in (*names, *shown, folder.sample.read_text()):
+    for part in (*names, *shown, folders[0].sample.read_text()):
         assert part in page.shown, part
-    assert "optim.betas" not in page.shown, "equal to its default"
+    assert b"<!-- optimizer steps -->" in page.figures[0]
 
 
-def test_runs_with_a_gpu_and_without_rows(folder: RunFolder, tmp_path: Path) -> None:
-    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "gpu"))
-    rows = [{**row, "mfu": 0.3} for row in read_metrics(copy.metrics_jsonl)]
-    copy.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "no GPU" not in report_page(copy)
-    new = new_trainer(tmp_path, "new", steps=6).run_folder
-    assert "0 of 6" in report_page(new)
-    new.metrics_jsonl.unlink()  # a run that ended while it prepared its data
-    assert "0 of 6" in report_page(new)
+def test_other_runs(folders: list[RunFolder], tmp_path: Path) -> None:
+    """One run, a GPU, steps of different sizes, a run without rows."""
+    shown = Page(report_page(folders[:1])).shown
+    assert "model.width" in shown, "differences from the defaults"
+    assert "optim.betas" not in shown
+    folder = RunFolder(shutil.copytree(folders[1].path, tmp_path / "gpu"))
+    rows = [{**row, "mfu": 0.3} for row in read_metrics(folder.metrics_jsonl)]
+    folder.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    larger = new_trainer(tmp_path, "larger", steps=6, micro_batch=4).run_folder
+    page = Page(report_page([folder, larger]))
+    assert b"<!-- tokens -->" in page.figures[0]
+    assert "no GPU" not in page.shown
+    assert "0 of 6" in page.shown
+    larger.metrics_jsonl.unlink()  # a run that ended while it prepared its data
+    assert "0 of 6" in report_page([larger])
 
 
 # --- plots ----------------------------------------------------------------------------------------
@@ -104,19 +114,20 @@ def legend(axes: Axes) -> list[str]:
 
 
 def test_lines_and_dots_are_the_rows() -> None:
-    (axes,) = curves_figure(ROWS, [loss_plot(ROWS)]).axes
-    points = [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
-    assert points == [[[10, 7], [20, 6], [30, 5]], [[20, 6.5]]]
-    assert (axes.get_xlabel(), axes.get_title()) == ("optimizer steps", "bits per byte of text")
-    assert legend(axes) == ["bits_per_byte", "val_bits_per_byte"]
-    assert loss_plot([{"step": 1, "loss_nats": 5.0}]).title == "nats per token"
-    layers: list[Row] = [{"step": 1, "gate_layer_0": 0.5, "gate_layer_2": 0.25}]
-    (axes,) = curves_figure(layers, [Plot("gate", "gate")], [0, 2]).axes
+    curves = [Curve("a", "red", ROWS), Curve("b", "blue", ROWS, 100)]
+    (axes,) = curves_figure(curves, [loss_plot(curves)], "tokens").axes
     assert [np.asarray(line.get_xydata()).tolist() for line in axes.lines] == [
-        [[1, 0.5]],
-        [[1, 0.25]],
+        [[10, 7], [20, 6], [30, 5]],
+        [[20, 6.5]],
+        [[1000, 7], [2000, 6], [3000, 5]],
+        [[2000, 6.5]],
     ]
-    assert legend(axes) == ["layer 0", "layer 2"]
+    assert (axes.get_xlabel(), axes.get_title()) == ("tokens", "bits per byte of text")
+    assert legend(axes) == ["a", "b"]
+    (axes,) = curves_figure(curves[:1], [loss_plot(curves)]).axes
+    assert legend(axes) == ["bits_per_byte", "val_bits_per_byte"]
+    without_text = Curve("a", "red", [{"step": 1, "loss_nats": 5.0}])
+    assert loss_plot([without_text]).title == "nats per token"
 
 
 def test_png_with_values_that_are_not_finite(tmp_path: Path) -> None:
