@@ -31,6 +31,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     stop: list[str] | None = None,
     seed: int = 0,
     batch_size: int = 16,
@@ -56,6 +57,7 @@ def generate(
         top_k: draw among the K likeliest tokens, 0 for all
         top_p: draw among the likeliest tokens that reach probability P
         min_p: draw among tokens with at least P times the probability of the likeliest
+        repetition_penalty: above 1 tokens of prompt and continuation become less likely
         stop: end a text before this string; may be given several times
         seed: prompt i draws with seed N + i
         batch_size: prompts that are continued together
@@ -76,7 +78,7 @@ def generate(
     from nsa.train.watch.out_of_memory import explained
 
     options = {
-        "sampling": Sampling(temperature, top_k, top_p, min_p),
+        "sampling": Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         "max_new_tokens": max_new_tokens,
         "stop": stop or [],
         "compute_dtype": config.compute_dtype,

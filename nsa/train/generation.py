@@ -24,6 +24,9 @@ class Sampling:
     """Settings of sampling, applied in the order of the list.
 
     Attributes:
+        repetition_penalty: divides the logits above 0, and multiplies those below, of tokens that
+            the prompt or the continuation already contains; 1 changes nothing (Keskar et al.,
+            arXiv:1909.05858, with the treatment of negative logits of `transformers`).
         temperature: divides the logits; 0 selects the most likely token.
         top_k: draws among the k most likely tokens; 0 means all.
         top_p: draws among the likeliest tokens that together reach this probability (Holtzman et
@@ -39,25 +42,33 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, "temperature", "be at least 0", self.temperature)
-        check(self.top_k >= 0, "top_k", "be at least 0", self.top_k)
-        check(0 < self.top_p <= 1, "top_p", "be above 0 and at most 1", self.top_p)
-        check(0 <= self.min_p <= 1, "min_p", "be from 0 to 1", self.min_p)
+        penalty = self.repetition_penalty
+        check(self.temperature >= 0, "generate", "temperature", "be at least 0", self.temperature)
+        check(self.top_k >= 0, "generate", "top_k", "be at least 0", self.top_k)
+        check(0 < self.top_p <= 1, "generate", "top_p", "be above 0 and at most 1", self.top_p)
+        check(0 <= self.min_p <= 1, "generate", "min_p", "be from 0 to 1", self.min_p)
+        check(penalty > 0, "generate", "repetition_penalty", "be positive", penalty)
 
-    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """One token for each sequence, without waiting for the device.
 
         Args:
             logits: ``[B, vocab_size]``, fp32 or fp64.
             uniform: a number from 0 to below 1 for each sequence, fp64 ``[B]``; not used at
                 temperature 0.
+            seen: bool ``[B, vocab_size]``, the tokens that the penalty counts for; None for none.
 
         Returns:
             int64 ``[B]``; -1 for a sequence whose logits are not finite.
         """
         is_finite = logits.isfinite().all(-1)
+        if seen is not None:
+            penalty = self.repetition_penalty
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(seen, penalised, logits)
         if self.temperature == 0:
             return logits.argmax(-1).where(is_finite, -1)
         # The difference first: a small temperature must not make infinities.
@@ -268,12 +279,14 @@ class Generation(Iterator[list[bytes]]):
         most = max(map(len, self.tokens)) + self._max_new_tokens
         dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
         decoder = Decoder(self.model, len(self.tokens), max_tokens=most, compute_dtype=dtype)
-        uniform = uniform_numbers(self._seeds, device)
+        uniform, seen = uniform_numbers(self._seeds, device), self._seen(device)
         number = sum(map(len, self.tokens))
         logits = decoder.prefill(self.tokens) if self._max_new_tokens else torch.empty(0)
         for left in range(self._max_new_tokens - 1, -1, -1):
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            drawn = self._sampling.draw(wide, next(uniform))
+            drawn = self._sampling.draw(wide, next(uniform), seen)
+            if seen is not None:
+                seen.scatter_(1, drawn.clamp(min=0)[:, None], True)
             # The next step starts before the host reads these tokens.
             ids_of = _on_its_way(drawn)
             if left:
@@ -290,6 +303,15 @@ class Generation(Iterator[list[bytes]]):
             if all(self._ended):
                 return
             start, number = time.perf_counter(), self._ended.count(False)
+
+    def _seen(self, device: torch.device) -> Tensor | None:
+        """Mask of the tokens in each prompt, ``[B, vocab_size]``; None without a penalty."""
+        if self._sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(self.tokens), self._tokenizer.vocab_size, dtype=torch.bool)
+        for row, tokens in zip(seen, self.tokens, strict=True):
+            row[tokens] = True
+        return seen.to(device)
 
     def _take(self, index: int, token: int, is_last: bool) -> bytes:
         """Append a drawn token to a text and return its new bytes."""

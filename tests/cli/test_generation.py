@@ -107,6 +107,9 @@ def test_options_reach_the_sampling(here: Path, nsa: Command) -> None:
     greedy = nsa(f"{SHORT} --prompt aaa --temperature 0")
     for words in ("--min-p 1", "--top-k 1", "--top-p 0.000001"):
         assert nsa(f"{SHORT} --prompt aaa {words}") == greedy
+    penalised = nsa(f"{SHORT} --prompt aaa --temperature 0 --repetition-penalty 1000000")
+    text = penalised.removeprefix("aaa").removesuffix("\n")
+    assert len(set(text)) == len(text)
     stop = greedy[6:9]
     until = greedy.find(stop, 3)
     assert nsa(f"{SHORT} --prompt aaa --temperature 0 --stop zzz --stop '{stop}'") == (

@@ -129,6 +129,15 @@ def test_what_may_have_become_a_stop_string_comes_with_the_end() -> None:
 # --- what a generation says -----------------------------------------------------------------------
 
 
+def test_penalty_counts_prompt_and_continuation() -> None:
+    """One so large that no token comes twice while others are left."""
+    model = make_model()
+    sampling = Sampling(temperature=0, repetition_penalty=1e9)
+    (text,) = complete(model, TOKENIZER, ["abc"], max_new_tokens=60, sampling=sampling)
+    assert len(set(text)) == len(text) == 60
+    assert not set(text) & set(b"abc")
+
+
 def test_tokens_and_speed_are_those_of_the_run() -> None:
     prompts = ["ab", "cdef"]
     found = Generation(make_model(), TOKENIZER, prompts, max_new_tokens=5, sampling=GREEDY)
@@ -174,11 +183,12 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.5, 0.05, 0.2, 0.25]).log()
 
 
-def frequencies(sampling: Sampling, logits: Tensor) -> list[float]:
+def frequencies(sampling: Sampling, logits: Tensor, seen: Tensor | None = None) -> list[float]:
     """How often each token is drawn, for numbers spread evenly from 0 to below 1."""
     count = 10_000
     uniform = torch.arange(count, dtype=torch.float64) / count
-    drawn = sampling.draw(logits.expand(count, -1), uniform)
+    rows = None if seen is None else seen.expand(count, -1)
+    drawn = sampling.draw(logits.expand(count, -1), uniform, rows)
     return (torch.bincount(drawn, minlength=len(logits)) / count).tolist()
 
 
@@ -208,16 +218,29 @@ def test_equal_tokens_at_the_edge_of_top_k_all_stay() -> None:
     assert frequencies(Sampling(top_k=2), logits) == pytest.approx(kept.tolist(), abs=2e-4)
 
 
-SAMPLINGS = (Sampling(), Sampling(0.7, top_k=9, top_p=0.9, min_p=0.01))
+def test_penalty_divides_logits_above_zero_and_multiplies_those_below() -> None:
+    logits, seen = torch.tensor([2.0, -1.0, 1.5, -0.5]), torch.tensor([True, True, False, False])
+    penalised = torch.tensor([2 / 1.25, -1 * 1.25, 1.5, -0.5])
+    sampling = Sampling(repetition_penalty=1.25)
+    found = frequencies(sampling, logits, seen)
+    assert found == pytest.approx(penalised.softmax(0).tolist(), abs=2e-4)
+    greedy = Sampling(temperature=0, repetition_penalty=1.5)
+    assert int(greedy.draw(logits[None], torch.zeros(1), seen[None])) == 2
+    assert int(greedy.draw(logits[None], torch.zeros(1), None)) == 0
+
+
+SAMPLINGS = (Sampling(), Sampling(0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_row_does_not_depend_on_its_neighbours(sampling: Sampling) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(5, 300) * 3
+    logits, seen = torch.randn(5, 300) * 3, torch.rand(5, 300) < 0.2
     uniform = next(uniform_numbers([*range(5)], CPU))
-    together = sampling.draw(logits, uniform).tolist()
-    alone = [int(sampling.draw(logits[i : i + 1], uniform[i : i + 1])) for i in range(5)]
+    together = sampling.draw(logits, uniform, seen).tolist()
+    alone = [
+        int(sampling.draw(logits[i : i + 1], uniform[i : i + 1], seen[i : i + 1])) for i in range(5)
+    ]
     assert together == alone
     assert len(set(together)) > 1
 
@@ -275,6 +298,7 @@ def test_numbers_follow_from_the_own_seed() -> None:
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1, got -0.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive, got 0.0"),
     ],
 )
 def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
