@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import string
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -45,9 +48,23 @@ _PROBES = (
     "0\u200b\ufeff\x7f\x01",
     *_KNOWN_SEPARATORS,
 )
+# Long words, which a regular expression that backtracks does not finish.
+_ENDS = ("", f"\x01{string.printable}")  # what must follow, such as a letter, comes too late
+_RUNS = [64 * character + end for character in f"{string.printable}é漢" for end in _ENDS]
 _GPT2_WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _LONG_BLANK = re.compile(r"\s{50000}")
 MAX_TEXTS = 1000  # of a batch
+_MAX_IDS = 1 << 24
+_TRIAL = """
+import json, sys
+from tokenizers import Tokenizer
+definition, texts = json.load(sys.stdin)
+backend = Tokenizer.from_str(definition)
+backend.encode_special_tokens = True
+for text in texts:
+    backend.encode(text)
+"""
+_TRIAL_S = 30
 _BATCH_BYTES = 1 << 20  # the results of the tokenizers library take about 130 times their text
 
 
@@ -266,7 +283,8 @@ def make_tokenizer(
     where = "data.tokenizer_path"
     definition = _read_json(path, "data.tokenizer_path")
     is_library = isinstance(definition.get("model"), dict)
-    check(is_library, where, "be a JSON file of the tokenizers library", path)
+    check(is_library, *where, "be a JSON file of the tokenizers library", path)
+    _try_out(path, definition)
     backend = _backend(definition)
     names = [name for name in _KNOWN_SEPARATORS if backend.token_to_id(name) is not None]
     rule = f"have one of the tokens {', '.join(_KNOWN_SEPARATORS)} to end documents with"
@@ -282,6 +300,26 @@ def make_tokenizer(
         value = f"{found!r} for {text.encode()!r}"
         check(found == text.encode(), where, rule, value, hint)
     return tokenizer
+
+
+def _try_out(path: str, definition: dict[str, Any]) -> None:
+    """Refuse a file that the library cannot read or use.
+
+    A process of its own does it: the library reports some faults by a panic, and a regular
+    expression that backtracks takes years for some texts.
+    """
+    where = ("make_tokenizer", "data.tokenizer_path")
+    rule = "be a file that the tokenizers library can read and use"
+    command = [sys.executable, "-c", _TRIAL]
+    given = json.dumps([json.dumps(definition), [*_PROBES, *_RUNS]])
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=_TRIAL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        fail(*where, rule, path, f"It takes more than {_TRIAL_S} s for short texts.")
+    reason = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+    check(done.returncode == 0, *where, rule, path, f"{reason.partition(': ')[2] or reason}.")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -373,7 +411,9 @@ def _spelling(
     spelled = {token_id: spell(token) for token, token_id in vocab.items()}
     spelled |= {i: b"" if token.special else token.content.encode() for i, token in added.items()}
     spelled[separator_id] = b""
-    return [spelled.get(token_id, b"") for token_id in range(max(spelled) + 1)]
+    rule, last = f"have ids below {_MAX_IDS}", max(spelled)
+    check(last < _MAX_IDS, "make_tokenizer", "data.tokenizer_path", rule, last)
+    return [spelled.get(token_id, b"") for token_id in range(last + 1)]
 
 
 # GPT-2 writes a byte as the character of the same number if that is printable, and otherwise as

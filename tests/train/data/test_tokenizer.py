@@ -174,20 +174,35 @@ def test_files_of_both_families_are_taken(tmp_path):
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
-    """A tokenizer file with one value changed."""
+    """A tokenizer file with one value changed, or left out."""
     definition = json.loads(bpe_json())
     token = {**definition["added_tokens"][0], "content": "<x>", "id": 600, "special": False}
     if name == "token":
         definition["added_tokens"].append({**token, **value})
+    elif name == "regex":
+        split = {"type": "Split", "pattern": {"Regex": value}, "behavior": "Isolated"}
+        steps = [{**split, "invert": False}, definition["pre_tokenizer"]]
+        definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    elif name == "depth":
+        for _ in range(value):
+            steps = [definition["pre_tokenizer"]]
+            definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    elif name == "id":
+        definition["model"]["vocab"]["the"] = value
     elif name == "separator":
         definition["added_tokens"][0]["special"] = False
     elif name == "normalizer":
         definition["normalizer"] = {"type": value}
-    else:
+    elif name == "prefix":
         definition["pre_tokenizer"]["add_prefix_space"] = value
+    else:
+        del definition["model"][name]
     return definition
 
 
+UNUSABLE = (
+    r"tokenizer_path must be a file that the tokenizers library can read and use, got .*json\. "
+)
 LOSSY = "data.tokenizer_path must give every text back byte for byte, .*added tokens with lstrip or"
 
 
@@ -199,12 +214,25 @@ LOSSY = "data.tokenizer_path must give every text back byte for byte, .*added to
         ("separator", None, "must mark its separator as a special token"),
         ("token", {"lstrip": True}, LOSSY),
         ("token", {"rstrip": True, "single_word": True}, LOSSY),
+        ("merges", None, UNUSABLE + "Missing vocab/merges"),
+        ("id", 1.5, UNUSABLE + "invalid type: floating point `1.5`"),
+        ("id", 2**32 - 1, "data.tokenizer_path must have ids below 16777216, got 4294967295"),
+        ("depth", 200, UNUSABLE + "recursion limit exceeded"),
+        ("regex", "(a+)+$", UNUSABLE + "Onig: Regex search error"),
+        ("regex", "(a", UNUSABLE + "Oniguruma error"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(name, value, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?i){message}") as caught:
         from_file(changed(name, value), tmp_path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_TRIAL_S", 0.3)
+    monkeypatch.setattr(tokenizer, "_TRIAL", "import time; time.sleep(20)")
+    with pytest.raises(ValueError, match=UNUSABLE + "It takes more than 0.3 s for short texts"):
+        from_file(json.loads(bpe_json()), tmp_path)
 
 
 def test_added_tokens_that_take_no_text_are_accepted(tmp_path):
