@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 META, SUMS = "meta.json", "SHA256SUMS"
+# Added to meta.json after format 2: the text of tokenizer.json, and the rows of metrics so far, see
+# nsa.train.telemetry.metrics.record_of.
+_ADDED = ("tokenizer", "metrics")
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -249,7 +252,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         rule = f"contain a checkpoint of format {FORMAT}"
         fail("path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
-    return meta
+    return {**dict.fromkeys(_ADDED), **meta}
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -443,7 +446,7 @@ class CheckpointWriter:
         self._has_warned |= bool(reason)
 
     def _flush_record(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # a resumption notices rows that are lost
             if self._record is not None and self._writers.is_main:
                 flush(self._record)
                 flush(self._record.parent)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -113,6 +114,10 @@ class Reports:
         """Write the rows that a full disk may have delayed."""
         if self._metrics is not None:
             self._metrics.close()
+
+    def rows_so_far(self) -> dict[str, Any] | None:
+        """See :meth:`MetricsWriter.record`; None if this process writes no rows."""
+        return None if self._metrics is None else self._metrics.record()
 
     def due(self, every: int, ahead: int = 0) -> bool:
         """Whether the last step is done, or a multiple of ``every`` steps; see ``ahead`` below.

@@ -39,6 +39,7 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.state import (
     TrainState,
     check_same_data,
+    fault_of_rows,
     resumed_checkpoint,
     seed_everything,
 )
@@ -228,6 +229,9 @@ class Trainer:
         self.state.load(checkpoint)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
         self._note("resume", f"resumed from {checkpoint}")
+        fault = fault_of_rows(self.run_folder, checkpoint) if self.processes.is_main else ""
+        if fault:
+            self._note("warning", fault, logging.WARNING)
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Log an event of the run."""
@@ -536,6 +540,7 @@ class Trainer:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
             meta["tokenizer"] = self.data.tokenizer.to_json()
+            meta["metrics"] = self._reports.rows_so_far()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 

@@ -43,7 +43,8 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     whole = rows_of(tmp_path)
 
     def older(meta):
-        del meta["nsa"], meta["tokenizer"]
+        for name in ("nsa", "tokenizer", "metrics"):
+            del meta[name]
         del meta["data"]["files_left_out"]
         meta["data"]["unreadable_left_out"] = 0
         del meta["config"]["tf32"], meta["config"]["model"]["nsa"]["score_precision"]
