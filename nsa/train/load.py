@@ -114,7 +114,12 @@ def to_yaml(config: Any) -> str:
     Returns:
         YAML text in the order of the dataclass.
     """
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
+    return yaml_text(dataclasses.asdict(config))
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Return nested values of a configuration as YAML; see :func:`to_yaml`."""
+    plain = json.loads(json.dumps(values))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
 
 

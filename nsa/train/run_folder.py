@@ -9,15 +9,15 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nsa.errors import check, fail
+from nsa.errors import UserError, check, fail
 from nsa.files import replace_text
 from nsa.train.config import TrainConfig
 from nsa.train.environment import collect
-from nsa.train.load import load_config, to_yaml
+from nsa.train.load import load_config, to_yaml, yaml_text
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,8 @@ class RunFolder:
     def open(cls, path: str | Path, argument: str = "RUN") -> RunFolder:
         """Open the run folder at ``path``.
 
+        A missing configuration or tokenizer is restored from the newest checkpoint.
+
         Args:
             path: the folder.
             argument: name of the argument that gave the path, for messages.
@@ -123,6 +125,8 @@ class RunFolder:
             UserError: there is no run; the message has the nearest name.
         """
         folder = cls(Path(path))
+        if not (folder.config.is_file() and folder.tokenizer.is_file()):
+            folder._restore_from_checkpoint()
         if not folder.config.is_file():
             configs = folder.path.parent.glob("*/config.yaml")
             siblings = sorted(config.parent.name for config in configs)
@@ -133,6 +137,33 @@ class RunFolder:
             rule = "be a folder that a run made (with config.yaml in it)"
             fail(argument, rule, path, hint)
         return folder
+
+    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
+        """Write the configuration and the tokenizer if they are missing, with a warning.
+
+        Args:
+            config: the configuration as JSON represents it.
+            tokenizer: text of ``tokenizer.json``; None if it is not known.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        # The configuration last: a folder that has it is complete.
+        for path, text in ((self.tokenizer, tokenizer), (self.config, yaml_text(config))):
+            if text is not None and not path.is_file():
+                replace_text(path, text)
+                logger.warning("%s was missing and has been restored", path)
+
+    def _restore_from_checkpoint(self) -> None:
+        if not any(self.checkpoints.glob("step-*")):
+            return  # without loading PyTorch
+        from nsa.train.checkpoint import list_checkpoints, read_meta
+
+        for path in reversed(list_checkpoints(self.checkpoints)):
+            with suppress(UserError):  # damaged
+                meta = read_meta(path)
+                self.restore(meta["config"], meta["tokenizer"])
+                return
 
     def holds_no_run(self) -> bool:
         """Whether the run has written neither a row nor a checkpoint."""

@@ -582,6 +582,9 @@ class Trainer:
                 self.run_folder.halt.unlink()
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
+        if not self._reports.keep_folder():
+            lost = f"{self.run_folder.config} is gone and could not be restored"
+            raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
 
 
 def _most_sequences(batches: list[Batch]) -> int:

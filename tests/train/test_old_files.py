@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from nsa import cli
 from nsa.train import load
 from nsa.train.checkpoint import list_checkpoints
+from nsa.train.run_folder import RunFolder
 from nsa.train.runs.report import report_page
 from nsa.train.telemetry.metrics import ALWAYS
 from tests.train.cases import new_trainer, resumed, rewrite_hashes, rows_of, tiny_config
@@ -107,3 +109,13 @@ def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
     other = str(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
     assert cli.main(["train", config, "--run-dir", other]) == 2
     assert "--run-dir must be valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_checkpoint_alone_is_enough(tmp_path, caplog):
+    trainer, alone = new_trainer(tmp_path, steps=2), tmp_path / "alone"
+    trainer.run()
+    shutil.copytree(trainer.run_folder.checkpoints, alone / "checkpoints")
+    assert cli.main(["generate", str(alone), "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert "tokenizer.json was missing and has been restored" in caplog.text
+    assert RunFolder.open(alone).load_config() == trainer.config
+    assert cli.main(["train", "--resume", str(alone), "--steps", "4"]) == 0

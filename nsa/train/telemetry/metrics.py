@@ -218,6 +218,9 @@ class MetricsWriter:
 
     def _write_tensorboard(self, rows: Sequence[Row]) -> None:
         try:
+            if self._tensorboard is not None and not self._folder.tensorboard.is_dir():
+                self._tensorboard.close()  # its thread would fail
+                self._tensorboard, self._begun_after = None, int(rows[0]["step"]) - 1
             if self._tensorboard is None:
                 # From this step on TensorBoard hides rows of earlier files, which were set aside.
                 first = self._begun_after + 1
