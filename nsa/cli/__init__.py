@@ -34,6 +34,7 @@ COMMANDS = Group(
         "generate": Command(generation.generate, "train"),
         "export": Command(runs.export, "train"),
         "inspect": Command(runs.inspect, "train"),
+        "check": Command(runs.check, "train"),
         "report": Command(runs.report, "train"),
         "track": Command(runs.track, "train"),
         "data": data.COMMANDS,

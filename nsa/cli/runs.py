@@ -1,4 +1,4 @@
-"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``report`` and ``track``.
+"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``check``, ``report`` and ``track``.
 
 These commands read the folders of runs; heavy imports are inside the functions.
 """
@@ -210,6 +210,30 @@ def export(
         )
     )
     return 0
+
+
+def check(run: str) -> int:
+    """Check that the records of a run agree.
+
+    Recompute step counts, tokens and tokens/s of RUN from its records, and compare metrics.jsonl,
+    metrics.csv and TensorBoard value by value. If they differ, print the first differences and end
+    with exit code 1.
+
+    Args:
+        run: run folder, for example runs/cpu-small-1
+    """
+    from nsa.train.run_folder import RunFolder
+    from nsa.train.runs.check import check_run
+
+    folder = RunFolder.open(run)
+    summary, found = check_run(folder)
+    result = f"{len(found)} records disagree" if found else "everything agrees"
+    for line in summary:
+        print(f"{folder.path}: {line}")
+    for line in found:
+        print(f"  {line}")
+    print(f"{folder.path}: {result}")
+    return 1 if found else 0
 
 
 def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:

@@ -176,6 +176,10 @@ class RunFolder:
         steps = {"steps": extensions[-1]} if extensions else {}
         return load_config(self.config, {**steps, **(overrides or {})})
 
+    def former_ends(self) -> set[int]:
+        """Values that ``steps`` had at the start of the run and at each resumption."""
+        return {load_config(self.config).steps, *map(int, self._extensions())}
+
     def _extensions(self) -> list[str]:
         """Values of ``--steps`` that resumptions gave, oldest first."""
         given = [launch["overrides"] for launch in self.launches()]

@@ -453,6 +453,7 @@ CASES = (
     _on_78m("eval", command("eval {run}", says=r"loss: .+"), 20),
     _on_78m("generate", command(_GENERATE, says=r"\ndef \s*\S.*"), 20),
     _on_78m("report", command("report {run}", "{run}/report.html"), 8),
+    _on_78m("check", command("check {run}", says="everything agrees"), 8),
     _on_78m("export", command("export {run} {run}/../exported", _WEIGHTS), 15),
     _on_78m("loaded", loaded, 30),
     Case("78m: profile", command("profile 78m --run-dir {folder}/run", *_PROFILE), 60, 1, "78m"),

@@ -162,11 +162,11 @@ TINY = """
 import pytest
 from tests.acceptance.cases import Case, command, killed_and_resumed, train
 
-report = command("report {{run}}", says="report: .+")
+check = command("check {{run}}", says="everything agrees")
 CASES = [
     Case("tiny", train, 20, 1, {config!r}, num_gpus=0),
-    Case("tiny: report", report, 9, 1, num_gpus=0),
-    Case("tiny: no", command("report no-run"), 9, 1, num_gpus=0),
+    Case("tiny: check", check, 9, 1, num_gpus=0),
+    Case("tiny: no", command("check no-run"), 9, 1, num_gpus=0),
     Case("tiny: killed", killed_and_resumed, 60, 1, {config!r}, num_gpus=0),
     Case("large", train, 9, 1, num_gpus=99),
 ]
@@ -181,7 +181,7 @@ def test_case(case, setting):
 
 @pytest.mark.faults
 def test_tiny_cases_go_through(tmp_path):
-    """Training, a report, a failure, SIGKILL and resumption, on this machine's CPU."""
+    """Training, check, a failure, SIGKILL and resumption, on this machine's CPU."""
     config = str(write_config(tmp_path, steps=400, sample_tokens=0))
     (tmp_path / "test_tiny.py").write_text(TINY.format(config=config))
     words = ["-m", "pytest", "-s", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]

@@ -19,6 +19,7 @@ from tests.faults.cases import (
     Run,
     TwoRanks,
     check_resumed,
+    complete,
     events,
     rows_of,
     steps_of,
@@ -160,6 +161,7 @@ def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path: Path
     with TwoRanks(tmp_path, fault=("die", "29", "1", number), **PATIENT) as run:
         assert run.end() == [0, 0], run.text
         assert "SIGTERM received" in run.text
+    complete("check", run.path, folder=tmp_path)
     assert steps_of(run.path) == [30]
 
 

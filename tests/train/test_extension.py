@@ -15,6 +15,7 @@ from nsa.train.checkpoint import find_checkpoint, list_checkpoints, load_tensors
 from nsa.train.config import DataConfig
 from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.check import check_run
 from nsa.train.state import weights
 from nsa.train.trainer import Trainer
 from tests.train.cases import (
@@ -44,9 +45,11 @@ def test_extended_run_goes_on_with_its_weights_and_data_and_the_longer_schedule(
     assert reproducible_rows(tmp_path / "run")[: len(first)] == first
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 12]
     assert rows[-2]["learning_rate"] == pytest.approx(1e-2 * lr_factor(9, 12, 3, 0.0))
+    assert check_run(folder)[1] == [], "a row of the former last step is allowed"
     folder.record_launch(resumed_from_step=8, overrides={"log_every": "1"})
     assert (folder.load_config().steps, folder.load_config().log_every) == (12, 2)
     assert folder.load_config({"steps": "20"}).steps == 20
+    assert folder.former_ends() == {6, 12}
 
 
 # --- weights of another run -----------------------------------------------------------------------

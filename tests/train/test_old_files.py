@@ -16,6 +16,7 @@ from nsa import cli
 from nsa.train import load
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.check import check_run
 from nsa.train.runs.report import report_page
 from nsa.train.telemetry.metrics import ALWAYS
 from tests.train.cases import new_trainer, resumed, rewrite_hashes, rows_of, tiny_config
@@ -97,6 +98,7 @@ def test_rows_with_odd_values_are_shown(tmp_path):
         for step, value in enumerate(values, start=1)
     ]
     folder.metrics_jsonl.write_text("".join(f"{line}}}\n" for line in lines))
+    assert check_run(folder)[1]
     assert "Loss" in report_page([folder])
 
 

@@ -17,6 +17,7 @@ import torch
 
 from nsa.train.checkpoint import list_checkpoints, read_meta
 from nsa.train.data import spread
+from nsa.train.runs.check import check_run
 from nsa.train.state import Progress, TrainState, Window
 from nsa.train.trainer import Trainer
 from tests.train.cases import (
@@ -123,6 +124,7 @@ def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(tmp_path
     result = trainer.run()
     assert (result.finished, result.signal, result.step) == (True, None, 12)
     assert reproducible_rows(tmp_path / "run") == whole
+    assert check_run(trainer.run_folder)[1] == []
     meta = read_meta(list_checkpoints(trainer.run_folder.checkpoints)[-1])
     assert meta["progress"]["reported_step"] == 12
     assert meta["val_bits_per_byte"] == result.row["val_bits_per_byte"]

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from nsa.files import new_file, read_lines
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.check import check_run
 from nsa.train.telemetry.metrics import ALWAYS, Row, read_metrics
 
 _LARGEST = 1e100  # larger values overflow the axes
@@ -288,7 +289,7 @@ def report_page(folders: Sequence[RunFolder]) -> str:
         for name, colour, folder in zip(names, itertools.cycle(_COLOURS), folders, strict=False)
     ]
     head = ("run", "steps", "tokens", "loss (nats/token)", "best validation (bits/byte)")
-    sections = {"Summary": table((*head, "tokens/s", "hours", "end"), map(_ends, runs))}
+    sections = {"Summary": table((*head, "tokens/s", "hours", "end", "records"), map(_ends, runs))}
     loss = loss_plot(Curve("", "", run.rows) for run in runs)
     curves = {"Loss": _Section("Training loss (line) and validation loss (dots).", [loss])}
     for title, section in (curves | _CURVES).items():
@@ -312,12 +313,13 @@ def _as_event(values: Any) -> dict[str, Any] | None:
 
 
 def _ends(run: _Run) -> list[object]:
-    """Row of a run in the summary: its last row and its end."""
+    """Row of a run in the summary: its last row, its end and the agreement of its records."""
     last: Row = run.rows[-1] if run.rows else {}
     validation = [float(row["val_bits_per_byte"]) for row in run.rows if "val_bits_per_byte" in row]
     speed = float(last.get("tokens_per_s_total", math.nan))
     known = math.isfinite(speed) and speed > 0
     ends = [event["kind"] for event in run.events if event["kind"] in _ENDS]
+    found = check_run(run.folder)[1]
     return [
         run.name,
         f"{last.get('step', 0)} of {run.config.steps}",
@@ -327,6 +329,7 @@ def _ends(run: _Run) -> list[object]:
         round(speed) if known else None,
         round(float(last["tokens"]) / speed / 3600, 2) if known else None,
         _ENDS[ends[-1]] if ends else "running, or killed",
+        f"{len(found)} disagree: {found[0]}" if found else "agree",
     ]
 
 

@@ -109,6 +109,13 @@ def tensorboard_tag(name: str) -> str:
     return f"{'train' if _TRAIN.match(name) else 'time'}/{name}"
 
 
+def metric_of_tag(tag: str) -> str:
+    """Metric of a tag in TensorBoard; tags without a group, of older runs, are names."""
+    group, slash, name = tag.partition("/")
+    prefix = next((prefix for prefix, one in _GROUPS.items() if one == group), "")
+    return f"{prefix}{'loss_nats' if name == 'loss' else name}" if slash else tag
+
+
 class MetricsWriter:
     """Writes each row to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
 

@@ -75,27 +75,27 @@ def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\(", page.text)
     assert '<meta name="viewport" content="width=device-width' in page.text
     names = ("a <b> & c", "dense", "model.attention", "optim.lr", "versions.torch")
-    shown = ("12 of 12", "resumed <here>", "Nothing was recorded: no GPU.")
+    shown = ("12 of 12", "agree", "resumed <here>", "Nothing was recorded: no GPU.")
     for part in (*names, *shown, folders[0].sample.read_text()):
         assert part in page.shown, part
     assert b"<!-- optimizer steps -->" in page.figures[0]
 
 
 def test_other_runs(folders: list[RunFolder], tmp_path: Path) -> None:
-    """One run, a GPU, steps of different sizes, a run without rows."""
+    """One run, a GPU, steps of different sizes, a run without rows, records that disagree."""
     shown = Page(report_page(folders[:1])).shown
     assert "model.width" in shown, "differences from the defaults"
     assert "optim.betas" not in shown
     folder = RunFolder(shutil.copytree(folders[1].path, tmp_path / "gpu"))
     rows = [{**row, "mfu": 0.3} for row in read_metrics(folder.metrics_jsonl)]
     folder.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.metrics_csv.write_text("")
     larger = new_trainer(tmp_path, "larger", steps=6, micro_batch=4).run_folder
     page = Page(report_page([folder, larger]))
     assert b"<!-- tokens -->" in page.figures[0]
     assert "no GPU" not in page.shown
+    assert re.search(r"\d+ disagree: metrics.csv: no column bits_per_byte", page.shown)
     assert "0 of 6" in page.shown
-    larger.metrics_jsonl.unlink()  # a run that ended while it prepared its data
-    assert "0 of 6" in report_page([larger])
 
 
 # --- plots ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from nsa.train.telemetry.metrics import (
     MetricsWriter,
     Row,
     _set_aside_after,
+    metric_of_tag,
     read_metrics,
     tensorboard_tag,
 )
@@ -132,6 +133,8 @@ def test_tags_are_grouped_and_name_their_metric() -> None:
         "memory_reserved_mib": "memory/reserved_mib",
     }
     assert {name: tensorboard_tag(name) for name in tags} == tags
+    assert [metric_of_tag(tensorboard_tag(name)) for name in METRICS] == [*METRICS]
+    assert [metric_of_tag(name) for name in METRICS] == [*METRICS]  # older runs
 
 
 @pytest.mark.parametrize(
