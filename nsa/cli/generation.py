@@ -12,7 +12,7 @@ from nsa.cli.runs import Device
 from nsa.errors import check, fail
 
 if TYPE_CHECKING:
-    from nsa.train.generation import Generation
+    from nsa.train.generation import Generation, Speed
     from nsa.train.run_folder import RunFolder
 
 Start = Callable[[Sequence[str], int], "Generation"]  # prompts and the number of the first one

@@ -31,9 +31,10 @@ def evaluate(
 ) -> int:
     """Measure a trained model on text.
 
-    Evaluate a checkpoint of RUN on its validation text, in bits per byte; a synthetic task is
-    compared with the lowest possible loss. --text evaluates any other text from its first to its
-    last byte, as lm-eval does:
+    Evaluate a checkpoint of RUN on its validation text, in bits per byte, and compare it with a
+    smoothed bigram model of the training text on the same text; a synthetic task is compared with
+    the lowest possible loss instead. --text evaluates any other text from its first to its last
+    byte, as lm-eval does:
       nsa eval runs/cpu-small-1 --checkpoint best
       nsa eval runs/nsa --against runs/dense --split test --seq-len 8192 --json
       nsa eval runs/cpu-small-1 --text letters.txt --json

@@ -47,6 +47,7 @@ def test_train_eval_generate_and_resume(tiny, nsa, refusal):
 
     said = nsa("eval runs/tiny-1 --windows 2")
     assert f"bits per byte: {float(rows[-1]['val_bits_per_byte']):.4f}" in said
+    assert "bigram baseline: " in said
     assert "validation: 2 of" in said
 
     generate = "generate runs/tiny-1 --prompt 'the quick' --max-new-tokens 8 --seed 3"
@@ -189,7 +190,7 @@ def test_settings_of_the_device_are_refused_before_the_data_are_read(
 def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
     found = json.loads(nsa("eval run --json"))
     assert (found["step"], found["text"], found["run"]) == (4, "folder", "run")
-    rest = {"loss_nats", "num_bytes", "windows_available", "device"}
+    rest = {"bigram_bits_per_byte", "loss_nats", "num_bytes", "windows_available", "device"}
     assert rest <= found.keys()
     rows = read_metrics(run / "metrics.jsonl")
     bits = {row["step"]: row["val_bits_per_byte"] for row in rows if "val_loss_nats" in row}
@@ -307,6 +308,7 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
     nsa(f"train tiny.yaml {words}")
     said = nsa("eval run --windows 1")
     assert "lowest possible loss: 5.5452 nats per token" in said
+    assert "bigram" not in said
     assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
 
 

@@ -16,6 +16,8 @@ The path of a training run::
     ):
         ...                                               # sequences from all of the text
 
+    bigram_bits_per_byte(data.train, data.validation)     # text sources; the baseline to beat
+
 :func:`prepare` turns a data set into shards, :func:`open_shards` checks and opens them. Neither
 ``datasets`` nor ``tiktoken`` is imported before it is needed, and ``datasets`` never in the process
 that trains.
@@ -34,6 +36,7 @@ from nsa.train.data.batch import (
     spread,
     validation_batches,
 )
+from nsa.train.data.bigram import bigram_bits_per_byte
 from nsa.train.data.bundle import DataBundle, open_data
 from nsa.train.data.documents import Document, fault_of_text, folder_files
 from nsa.train.data.local import Origin
@@ -59,6 +62,7 @@ __all__ = [
     "TextSource",
     "TokenSource",
     "Tokenizer",
+    "bigram_bits_per_byte",
     "collate",
     "fault_of_text",
     "folder_files",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from nsa.errors import UserError, check, check_output, fail
@@ -18,13 +19,17 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import (
     DataBundle,
     Document,
+    ShardSource,
     TextSource,
     TokenSource,
+    bigram_bits_per_byte,
     fault_of_text,
     folder_files,
     load_tokenizer,
     open_data,
+    spread,
 )
+from nsa.train.data.tokenizer import Ids
 from nsa.train.evaluation import (
     EvaluationText,
     Measurement,
@@ -41,6 +46,7 @@ from nsa.train.measurements import save_measurement
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
 
+_BIGRAM_TOKENS = 1 << 24
 _SAME_DATA = ("train_sha256", "validation_sha256", "test_sha256", "tokenizer_fingerprint")
 Split = Literal["validation", "test"]
 
@@ -190,6 +196,9 @@ def evaluate_run(
         identity = _identity(path, config, part) | {"run": str(folder.path), "step": step}
         save_measurement(save, result, {**identity, "seq_len": seq_len, "windows": number})
         yield Finding(f"sums of documents and positions: {save}", {"saved": str(save)})
+    if part.data is not None:
+        chosen = spread(number, len(part.windows))
+        yield from _baseline(part.data, part.source, result, seq_len, chosen)
     yield from repeats("repeats", loss)
     if against is not None:
         del model, loss
@@ -296,6 +305,36 @@ def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
         ideal = part.data.description["ideal_loss_nats"]
         line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
         yield Finding(line, {"ideal_loss_nats": ideal})
+
+
+def _baseline(
+    data: DataBundle, source: TokenSource, result: Measurement, seq_len: int, chosen: list[int]
+) -> Iterator[Finding]:
+    """Loss that a model must be compared with on sequences of a split."""
+    if data.description["synthetic"]:
+        ideal = data.description["ideal_loss_nats"]
+        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
+        yield Finding(line, {"ideal_loss_nats": ideal})
+        return
+    train = data.train
+    if not isinstance(train, TextSource):
+        how = "nsa data prepare makes shards of a stream"
+        line = f"no bigram baseline: the source does not keep its training text ({how})"
+        yield Finding(line, {})
+        return
+    if isinstance(train, ShardSource):  # in memory, only as much as a bigram model needs
+        first = train.read(0, _BIGRAM_TOKENS)
+        train = TextSource([first], train.separator_id, train.token_bytes)
+    assert isinstance(source, TextSource), "a split without text"
+    tokens: Ids = np.stack([source.sequence(seq_len, index) for index in chosen])
+    bigram = bigram_bits_per_byte(train, source, sequences=tokens)
+    is_part = train.num_tokens < data.description["train_tokens"]
+    counted = f"{train.num_tokens:,} tokens of" if is_part else "the"
+    line = f"bigram baseline: {bigram:.4f} bits per byte, counted on {counted} training text"
+    yield Finding(f"{line}, measured on the same sequences", {"bigram_bits_per_byte": bigram})
+    difference = bigram - result.figures()["bits_per_byte"]
+    verdict = f"{abs(difference):.4f} bits per byte {'better' if difference > 0 else 'WORSE'}"
+    yield Finding(f"the model is {verdict} than the bigram baseline", {})
 
 
 # --- another run ----------------------------------------------------------------------------------
