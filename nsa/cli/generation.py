@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.cli.runs import Device
-from nsa.errors import check, fail
+from nsa.errors import check, check_output, fail
 
 if TYPE_CHECKING:
     from nsa.train.generation import Generation, Speed
@@ -35,6 +35,8 @@ def generate(
     stop: list[str] | None = None,
     seed: int = 0,
     batch_size: int = 16,
+    show_selection: bool = False,
+    selection_png: Path | None = None,
 ) -> int:
     """Continue prompts with a trained model.
 
@@ -61,6 +63,9 @@ def generate(
         stop: end a text before this string; may be given several times
         seed: prompt i draws with seed N + i
         batch_size: prompts that are continued together
+        show_selection: show the blocks that each layer selected, on standard error and as
+            selection.png; for one prompt at a time
+        selection_png: another file for that picture
     """
     from nsa.train.run_folder import RunFolder
 
@@ -72,6 +77,11 @@ def generate(
     folder = RunFolder.open(run)
     config = folder.load_config()
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
+    picture = selection_png or (Path("selection.png") if show_selection else None)
+    is_one = picture is None or interactive or len(prompts) == 1
+    rule = "be left out for several prompts"
+    check(is_one, "generate", "--show-selection", rule, len(prompts))
+    check_output("generate", "--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.generation import Sampling
@@ -84,12 +94,12 @@ def generate(
         "compute_dtype": config.compute_dtype,
     }
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    with explained("the text", lambda: hint):
-        start = _starter(folder, checkpoint, device, seed, options)
+    with explained("generate", "the text", lambda: hint):
+        start = _starter(folder, checkpoint, device, seed, options, selects=picture is not None)
         if interactive:
-            _converse(start)
+            _converse(start, picture)
         else:
-            _write(prompts, batch_size, start)
+            _write(prompts, batch_size, start, picture)
     return 0
 
 
@@ -99,16 +109,23 @@ def _starter(
     device: Device,
     seed: int,
     options: dict[str, Any],
+    *,
+    selects: bool,
 ) -> Start:
-    """Load the model of a run."""
+    """Load the model of a run, which must have the selected branch if ``selects``."""
     from nsa.train import generation
     from nsa.train.checkpoint import find_checkpoint
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import load_model
+    from nsa.train.runs.inspection import check_selects
+    from nsa.train.watch.out_of_memory import check_fits
 
     config = folder.load_config().model
-    path, where = find_checkpoint(folder.checkpoints, checkpoint), choose_device(device)
+    path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
+    check_fits("generate", config, where, training=False)
+    if selects:
+        check_selects("generate", "--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
 
@@ -169,7 +186,7 @@ def _lines() -> Iterator[str]:
 
 
 # --- texts ----------------------------------------------------------------------------------------
-def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
+def _write(prompts: Sequence[str], batch_size: int, start: Start, picture: Path | None) -> None:
     """Continue prompts; of a batch the first text is shown while it is drawn, then the others."""
     from nsa.train.generation import Speed
 
@@ -177,6 +194,7 @@ def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         generation = start(batch, first)
+        prompt_len = len(generation.tokens[0])
         waiting, steps = [""] * len(batch), _texts(generation)
         for index, prompt in enumerate(batch):
             if len(prompts) > 1:
@@ -187,15 +205,16 @@ def _write(prompts: Sequence[str], batch_size: int, start: Start) -> None:
                 waiting = [old + new for old, new in zip(waiting, texts, strict=True)]
             _show("\n")
         speed += generation.speed
-    print(speed.line(), file=sys.stderr)
+    _report(generation, prompt_len, speed, picture)
 
 
-def _converse(start: Start) -> None:
+def _converse(start: Start, picture: Path | None) -> None:
     """Continue the text so far with each line that is typed; the model reads it all each time."""
     text = ""
     for turn, line in enumerate(_lines()):
         text += f"\n{line}" if text else line
         generation = start([text], turn)
+        prompt_len = len(generation.tokens[0])
         try:
             for (piece,) in _texts(generation):
                 _show(piece)
@@ -203,7 +222,7 @@ def _converse(start: Start) -> None:
         except KeyboardInterrupt:  # ends this text only
             pass
         _show("\n")
-        print(generation.speed.line(), file=sys.stderr)
+        _report(generation, prompt_len, generation.speed, picture)
 
 
 def _texts(generation: Generation) -> Iterator[list[str]]:
@@ -216,3 +235,23 @@ def _texts(generation: Generation) -> Iterator[list[str]]:
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path | None) -> None:
+    """Print the speed and, with a picture, the selection of the first text."""
+    print(speed.line(), file=sys.stderr)
+    if picture is None:
+        return
+    from nsa.train.execution.precision import autocast
+    from nsa.train.runs.inspection import heat_maps, inspect_text, selection_lines
+    from nsa.train.runs.report import save_png
+
+    # The model reads the text again, without the cache. The last drawn token has no selection.
+    model, tokens = generation.model, generation.tokens[0]
+    tokens = tokens[:-1] if len(tokens) > prompt_len else tokens
+    with autocast(model.embedding.weight.device, generation.compute_dtype):
+        layers = inspect_text(model, tokens)
+    for line in selection_lines(layers):
+        print(line, file=sys.stderr)
+    save_png(heat_maps(layers, prompt_len - 1), picture)
+    print(f"heat maps: {picture}", file=sys.stderr)

@@ -68,6 +68,12 @@ def test_checkpoints_and_prompts(here, nsa, monkeypatch):
         ("--prompt-file none.txt", "must name an existing file"),
         ("--prompt-file a.txt", "--prompt-file must contain a prompt, got none in a.txt"),
         ("--prompt-file b.txt", "must be text in UTF-8, got another byte at offset 2"),
+        ("--prompt-file a.jsonl", "prompt or text, got line 2 of a.jsonl"),
+        ("--prompt-file b.jsonl", "got line 1 of b.jsonl"),
+        ("--prompt-file c.jsonl", "got line 1 of c.jsonl"),
+        ("--prompt a --prompt b --show-selection", "must be left out for several prompts, got 2"),
+        ("--prompt a --selection-png no/a.png", "must name a file in an existing folder, got no"),
+        ("--prompt a --selection-png dense", "must name a file in an existing folder, got dense"),
     ],
 )
 def test_refusals(here, refusal, monkeypatch, words, answer):
@@ -153,14 +159,27 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(here, nsa, monkeypatch):
     assert len(second) == 6
 
 
-def test_speed_is_reported_on_standard_error(here, capsys):
-    assert cli.main([*SHORT.split(), "--prompt", "aaa"]) == 0
+# --- selections -----------------------------------------------------------------------------------
+def test_show_selection(here, nsa, refusal, capsys):
+    words = "generate run --max-new-tokens 12 --temperature 0 --prompt"
+    prompt = "a bb ccc dddd eeeee " * 5
+    expected = nsa(f"{words} '{prompt}'")
+    assert cli.main([*words.split(), prompt, "--show-selection"]) == 0
+    said = capsys.readouterr()
+    assert said.out == expected
+    speed, title, layer, picture = said.err.splitlines()
     times = r"in [\d.]+ s, [\d,.]+ tokens/s"
-    error = capsys.readouterr().err
-    assert re.fullmatch(f"prefill 3 tokens {times}; decode 11 tokens {times}\n", error)
+    assert re.fullmatch(f"prefill 100 tokens {times}; decode 11 tokens {times}", speed)
+    assert "blocks selected for token 111 of the text (blocks of 16 tokens" in title
+    assert re.fullmatch(r"layer  0 \|█[ █]{4}██\| 0:[\d: ]+:111", layer)
+    assert picture == "heat maps: selection.png"
+    nsa(f"{words} x --selection-png other.png")
+    for name in ("selection.png", "other.png"):
+        assert Path(name).read_bytes().startswith(b"\x89PNG\r\n")
+    dense = refusal("generate dense --prompt a --show-selection")
+    assert "--show-selection must be left out for a model without the selected branch" in dense
 
 
-# --- inspections ----------------------------------------------------------------------------------
 def test_inspect_writes_a_page_and_json(here, nsa, monkeypatch):
     said = nsa("inspect run --output page.html")
     assert said.startswith("checkpoint: step 4 of run, on cpu in fp32; 64 tokens of validation")

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.files import new_file
+from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.train.checkpoint import find_checkpoint
@@ -33,6 +36,8 @@ LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
 HISTOGRAM_BINS = 20
 MAP_SIZE = 128
 _NUM_QUERIES = 8
+_BAR_WIDTH = 64
+_SHADES = " ░▒▓█"
 _MAPS_PER_ROW = 4
 
 Range = tuple[int, int]
@@ -223,24 +228,24 @@ def _ranges(heads: Iterable[Iterable[int]], query: int, size: int) -> list[Range
     return found
 
 
-def heat_map(blocks: NDArray[np.int32], size: int) -> NDArray[np.float32]:
+def heat_map(blocks: NDArray[np.int32], size: int, first_query: int) -> NDArray[np.float32]:
     """Fraction of the blocks in an interval of a text that queries in an interval selected.
 
     Args:
         blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
         size: tokens of a block.
+        first_query: position of the query in the first row.
 
     Returns:
         ``[rows, columns]``, intervals of queries and of blocks, over all KV heads.
     """
     num_tokens, heads, _ = blocks.shape
-    num_blocks = -(-num_tokens // size)
-    rows, columns = min(num_tokens, MAP_SIZE), min(num_blocks, MAP_SIZE)
-    row = np.arange(num_tokens) * rows // num_tokens
+    num_queries, num_blocks = num_tokens - first_query, -(-num_tokens // size)
+    rows, columns = min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)
+    row = np.arange(num_queries) * rows // num_queries
     column = np.arange(num_blocks) * columns // num_blocks
-    hits = np.zeros((rows, columns), np.float32)
-    row_of = np.broadcast_to(row[:, None, None], blocks.shape)
-    np.add.at(hits, (row_of, column[blocks]), blocks >= 0)
+    hits, shown = np.zeros((rows, columns), np.float32), blocks[first_query:]
+    np.add.at(hits, (np.broadcast_to(row[:, None, None], shown.shape), column[shown]), shown >= 0)
     possible = np.outer(np.bincount(row), np.bincount(column)) * heads
     return hits / possible.astype(np.float32)
 
@@ -376,11 +381,51 @@ def _curves(layer: Layer) -> Iterator[Row]:
         yield {"step": one["lag_tokens"], f"shared{end}": one["share"]}
 
 
-def heat_maps(layers: Sequence[Layer]) -> Figure:
+# --- selections of one query ----------------------------------------------------------------------
+def check_selects(function: str, argument: str, config: LMConfig) -> None:
+    """Raise an error for a model that selects no blocks.
+
+    Args:
+        function: the command.
+        argument: argument that needs the selected blocks.
+        config: the model.
+
+    Raises:
+        UserError: the model is dense, or its selected branch is disabled.
+    """
+    selects = config.attention == "nsa" and "slc" in config.nsa.branches
+    rule, found = "be left out for a model without the selected branch", f"{config.attention}"
+    check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
+
+
+def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
+    """Lines that show the blocks of the last query in each layer: a bar and the token ranges."""
+    for number, layer in enumerate(layers):
+        assert layer.selection is not None
+        size, query, heads = layer.selection["block_size"], len(layer.blocks) - 1, layer.blocks[-1]
+        if number == 0:
+            title = f"blocks selected for token {query + 1:,} of the text"
+            yield f"{title} (blocks of {size} tokens; bar: share of KV heads and blocks)"
+        ranges = " ".join(f"{start}:{end}" for start, end in _ranges(heads, query, size))
+        yield f"layer {layer.layer:2} |{_bar(heads.tolist(), query // size + 1)}| {ranges}"
+
+
+def _bar(heads: Sequence[Sequence[int]], num_blocks: int) -> str:
+    """Bar of the text so far, darker where more KV heads selected more blocks."""
+    hits = [sum(block in head for head in heads) for block in range(num_blocks)]
+    width = min(num_blocks, _BAR_WIDTH)
+    bounds = [-(-column * num_blocks // width) for column in range(width + 1)]
+    fractions = [sum(hits[a:b]) / ((b - a) * len(heads)) for a, b in pairwise(bounds)]
+    # Rounded up, so that a single selected block is visible.
+    return "".join(_SHADES[ceil(one * (len(_SHADES) - 1))] for one in fractions)
+
+
+def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
     """Draw a heat map for each layer: queries downwards, keys to the right.
 
     Args:
         layers: layers with selected blocks, at least one.
+        first_query: position of the query in the first row.
     """
     across = min(len(layers), _MAPS_PER_ROW)
     down = -(-len(layers) // across)
@@ -390,13 +435,13 @@ def heat_maps(layers: Sequence[Layer]) -> Figure:
         assert layer.selection is not None
         size, num_tokens = layer.selection["block_size"], len(layer.blocks)
         image = axes.imshow(
-            heat_map(layer.blocks, size),
+            heat_map(layer.blocks, size, first_query),
             vmin=0,
             vmax=1,
             cmap="viridis",
             aspect="auto",
             interpolation="nearest",
-            extent=(0, -(-num_tokens // size) * size, num_tokens, 0),
+            extent=(0, -(-num_tokens // size) * size, num_tokens, first_query),
         )
         axes.set_title(f"layer {layer.layer}", fontsize=9)
     for axes in every[len(layers) :]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nsa.train.runs.inspection import (
     inspect_text,
     inspection_page,
     selection_figures,
+    selection_lines,
 )
 from nsa.train.runs.report import save_png
 from tests.train.cases import MODEL, PATTERN, new_trainer, tiny_config
@@ -89,8 +91,8 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
     assert inspect_text(LanguageModel(dataclasses.replace(MODEL, attention="dense")), TEXT) == []
 
 
-@pytest.mark.parametrize("num_tokens", [330, 16 * 150])
-def test_selections_counted_slowly(num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "first"), [(330, 40), (16 * 300, 16 * 300 - 1)])
+def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
     """A column of the heat map of the longer text is several blocks."""
     lag, queries, num_blocks = 8, [0, 15, 16, 100, 329], -(-num_tokens // SIZE)
     blocks = random_blocks(num_tokens, 2)
@@ -125,14 +127,14 @@ def test_selections_counted_slowly(num_tokens: int) -> None:
             expected = {t for t in range(query + 1) if t // SIZE in chosen}
             assert {t for start, end in ranges for t in range(start, end)} == expected
             assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)), "adjacent: merged"
-    hits = np.zeros((min(num_tokens, MAP_SIZE), min(num_blocks, MAP_SIZE)))
-    rows = [t * len(hits) // num_tokens for t in range(num_tokens)]
+    num_queries = num_tokens - first
+    hits = np.zeros((min(num_queries, MAP_SIZE), min(num_blocks, MAP_SIZE)))
+    rows = [(t - first) * len(hits) // num_queries for t in range(first, num_tokens)]
     columns = [block * hits.shape[1] // num_blocks for block in range(num_blocks)]
-    counts = np.bincount(rows)
-    for t, row in enumerate(rows):
+    for t, row in enumerate(rows, start=first):
         for column in [columns[block] for head in sets[t] for block in head]:
-            hits[row, column] += 1 / 2 / counts[row] / columns.count(column)
-    np.testing.assert_allclose(heat_map(blocks.numpy(), SIZE), hits, rtol=1e-6)
+            hits[row, column] += 1 / 2 / rows.count(row) / columns.count(column)
+    np.testing.assert_allclose(heat_map(blocks.numpy(), SIZE, first), hits, rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
@@ -145,7 +147,7 @@ def test_short_texts(num_tokens: int) -> None:
     assert sum(found["distance_counts"]) == num_tokens + (num_tokens > 16)
     lags = [one["lag_tokens"] for one in found["overlap"]]
     assert lags == [lag for lag in (1, 2, 4, 8, 16) if lag < num_tokens]
-    assert heat_map(layer.blocks, SIZE).shape == (num_tokens, -(-num_tokens // 16))
+    assert heat_map(layer.blocks, SIZE, 0).shape == (num_tokens, -(-num_tokens // 16))
 
 
 def test_gates_counted_slowly() -> None:
@@ -238,15 +240,31 @@ def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_
 
 
 # --- pictures of selections -----------------------------------------------------------------------
+def test_lines_show_bars_and_ranges() -> None:
+    tokens = torch.randint(256, (1600,), generator=torch.Generator().manual_seed(0)).tolist()
+    layers = inspect_text(model_of(num_kv_heads=2), tokens[:170])
+    title, *lines = selection_lines(layers)
+    assert title.startswith("blocks selected for token 170 of the text (blocks of 16 tokens")
+    for layer, line in zip(layers, lines, strict=True):
+        ((number, bar, ranges),) = re.findall(r"^layer  (\d) \|(.{11})\| (.*)$", line)
+        assert int(number) == layer.layer
+        counts = [(layer.blocks[-1] == block).sum() for block in range(11)]
+        assert bar == "".join(" ▒█"[count] for count in counts)
+        assert ranges.endswith(":170")
+    (_, line) = selection_lines(inspect_text(model_of(1), tokens))
+    (bar,) = re.findall(r"\|(.{64})\|", line)
+    assert bar[0] != " " != bar[-1]
+
+
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_heat_maps_are_drawn_for_each_layer(num_layers: int, tmp_path: Path) -> None:
     layers = inspect_text(model_of(num_layers), TEXT[:70])
-    figure = heat_maps(layers)
+    figure = heat_maps(layers, 20)
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps] == [f"layer {i}" for i in range(num_layers)]
     for axes, layer in zip(maps, layers, strict=True):
         image = np.asarray(axes.images[0].get_array())
-        assert np.array_equal(image, heat_map(layer.blocks, SIZE))
+        assert np.array_equal(image, heat_map(layer.blocks, SIZE, 20))
     path = tmp_path / "maps.png"
     save_png(figure, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
