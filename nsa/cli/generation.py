@@ -70,18 +70,18 @@ def generate(
     from nsa.train.run_folder import RunFolder
 
     has_prompts, rule = bool(prompt or prompt_file), "be given, or --prompt-file or --interactive"
-    check(has_prompts or interactive, "generate", "--prompt", rule, "none of them")
+    check(has_prompts or interactive, "--prompt", rule, "none of them")
     rule = "be given without --prompt and --prompt-file"
-    check(not (has_prompts and interactive), "generate", "--interactive", rule, "both")
-    check(batch_size > 0, "generate", "--batch-size", "be positive", batch_size)
+    check(not (has_prompts and interactive), "--interactive", rule, "both")
+    check(batch_size > 0, "--batch-size", "be positive", batch_size)
     folder = RunFolder.open(run)
     config = folder.load_config()
     prompts = [*_given(prompt or []), *_from_file(prompt_file)]
     picture = selection_png or (Path("selection.png") if show_selection else None)
     is_one = picture is None or interactive or len(prompts) == 1
     rule = "be left out for several prompts"
-    check(is_one, "generate", "--show-selection", rule, len(prompts))
-    check_output("generate", "--selection-png", picture)
+    check(is_one, "--show-selection", rule, len(prompts))
+    check_output("--selection-png", picture)
 
     # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.generation import Sampling
@@ -94,7 +94,7 @@ def generate(
         "compute_dtype": config.compute_dtype,
     }
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
-    with explained("generate", "the text", lambda: hint):
+    with explained("the text", lambda: hint):
         start = _starter(folder, checkpoint, device, seed, options, selects=picture is not None)
         if interactive:
             _converse(start, picture)
@@ -119,13 +119,11 @@ def _starter(
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import load_model
     from nsa.train.runs.inspection import check_selects
-    from nsa.train.watch.out_of_memory import check_fits
 
     config = folder.load_config().model
-    path, where = find_checkpoint("generate", folder.checkpoints, checkpoint), choose_device(device)
-    check_fits("generate", config, where, training=False)
+    path, where = find_checkpoint(folder.checkpoints, checkpoint), choose_device(device)
     if selects:
-        check_selects("generate", "--show-selection", config)
+        check_selects("--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)
 
@@ -182,7 +180,7 @@ def _lines() -> Iterator[str]:
     except EOFError:
         return
     except UnicodeDecodeError as error:
-        fail("generate", "standard input", "be text in UTF-8", f"byte {error.start} of a line")
+        fail("standard input", "be text in UTF-8", f"byte {error.start} of a line")
 
 
 # --- texts ----------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def report(runs: tuple[str, ...], *, output: Path | None = None) -> int:
     from nsa.train.run_folder import RunFolder
     from nsa.train.runs.report import report_page
 
-    check_output("report", "--output", output)
+    check_output("--output", output)
     folders = [RunFolder.open(run) for run in runs]
     target = output or folders[0].path / "report.html"
     replace_text(target, report_page(folders))

@@ -46,11 +46,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         penalty = self.repetition_penalty
-        check(self.temperature >= 0, "generate", "temperature", "be at least 0", self.temperature)
-        check(self.top_k >= 0, "generate", "top_k", "be at least 0", self.top_k)
-        check(0 < self.top_p <= 1, "generate", "top_p", "be above 0 and at most 1", self.top_p)
-        check(0 <= self.min_p <= 1, "generate", "min_p", "be from 0 to 1", self.min_p)
-        check(penalty > 0, "generate", "repetition_penalty", "be positive", penalty)
+        check(self.temperature >= 0, "temperature", "be at least 0", self.temperature)
+        check(self.top_k >= 0, "top_k", "be at least 0", self.top_k)
+        check(0 < self.top_p <= 1, "top_p", "be above 0 and at most 1", self.top_p)
+        check(0 <= self.min_p <= 1, "min_p", "be from 0 to 1", self.min_p)
+        check(penalty > 0, "repetition_penalty", "be positive", penalty)
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """One token for each sequence, without waiting for the device.

@@ -92,7 +92,7 @@ class RunFolder:
         try:
             folder.path.mkdir(parents=True)
         except NotADirectoryError:
-            fail("run folder", "--run-dir", "lie in a folder", path)
+            fail("--run-dir", "lie in a folder", path)
         except FileExistsError:
             rule = "not exist yet, because no run writes over another"
             hint = "Give another --run-dir"

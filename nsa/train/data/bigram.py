@@ -56,7 +56,7 @@ def bigram_bits_per_byte(
     measured = _count(validation.tokens if sequences is None else sequences, size, separator)
     num_bytes = int((measured[1] * validation.token_bytes[measured[0] % size]).sum())
     rule = "contain text"
-    check(num_bytes > 0, "bigram_bits_per_byte", "validation", rule, f"{num_bytes} bytes")
+    check(num_bytes > 0, "validation", rule, f"{num_bytes} bytes")
     counts = _count(train.tokens, size, separator)
     return _bits(counts, measured, size, alpha, beta) / num_bytes
 

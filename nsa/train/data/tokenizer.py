@@ -283,7 +283,7 @@ def make_tokenizer(
     where = "data.tokenizer_path"
     definition = _read_json(path, "data.tokenizer_path")
     is_library = isinstance(definition.get("model"), dict)
-    check(is_library, *where, "be a JSON file of the tokenizers library", path)
+    check(is_library, where, "be a JSON file of the tokenizers library", path)
     _try_out(path, definition)
     backend = _backend(definition)
     names = [name for name in _KNOWN_SEPARATORS if backend.token_to_id(name) is not None]
@@ -308,7 +308,7 @@ def _try_out(path: str, definition: dict[str, Any]) -> None:
     A process of its own does it: the library reports some faults by a panic, and a regular
     expression that backtracks takes years for some texts.
     """
-    where = ("make_tokenizer", "data.tokenizer_path")
+    where = "data.tokenizer_path"
     rule = "be a file that the tokenizers library can read and use"
     command = [sys.executable, "-c", _TRIAL]
     given = json.dumps([json.dumps(definition), [*_PROBES, *_RUNS]])
@@ -317,9 +317,9 @@ def _try_out(path: str, definition: dict[str, Any]) -> None:
             command, input=given, capture_output=True, text=True, timeout=_TRIAL_S, check=False
         )
     except subprocess.TimeoutExpired:
-        fail(*where, rule, path, f"It takes more than {_TRIAL_S} s for short texts.")
+        fail(where, rule, path, f"It takes more than {_TRIAL_S} s for short texts.")
     reason = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
-    check(done.returncode == 0, *where, rule, path, f"{reason.partition(': ')[2] or reason}.")
+    check(done.returncode == 0, where, rule, path, f"{reason.partition(': ')[2] or reason}.")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -412,7 +412,7 @@ def _spelling(
     spelled |= {i: b"" if token.special else token.content.encode() for i, token in added.items()}
     spelled[separator_id] = b""
     rule, last = f"have ids below {_MAX_IDS}", max(spelled)
-    check(last < _MAX_IDS, "make_tokenizer", "data.tokenizer_path", rule, last)
+    check(last < _MAX_IDS, "data.tokenizer_path", rule, last)
     return [spelled.get(token_id, b"") for token_id in range(last + 1)]
 
 

@@ -382,11 +382,10 @@ def _curves(layer: Layer) -> Iterator[Row]:
 
 
 # --- selections of one query ----------------------------------------------------------------------
-def check_selects(function: str, argument: str, config: LMConfig) -> None:
+def check_selects(argument: str, config: LMConfig) -> None:
     """Raise an error for a model that selects no blocks.
 
     Args:
-        function: the command.
         argument: argument that needs the selected blocks.
         config: the model.
 
@@ -395,7 +394,7 @@ def check_selects(function: str, argument: str, config: LMConfig) -> None:
     """
     selects = config.attention == "nsa" and "slc" in config.nsa.branches
     rule, found = "be left out for a model without the selected branch", f"{config.attention}"
-    check(selects, function, argument, rule, f"attention {found}, branches {config.nsa.branches}")
+    check(selects, argument, rule, f"attention {found}, branches {config.nsa.branches}")
 
 
 def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
