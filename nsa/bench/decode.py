@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +50,9 @@ GATE_LAYERS, GATE_STEPS = 2, 3  # on a GPU the third step replays the CUDA graph
 OTHER_STEPS = 10  # warm-up, profile and peak memory
 # Backends of SDPA, and a part of the names of their kernels.
 _SDPA = {
-    "dense-cudnn": (SDPBackend.CUDNN_ATTENTION, "cudnn"),
-    "dense-fa2": (SDPBackend.FLASH_ATTENTION, "flash_fwd"),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "cudnn"),
+    "fa2": (SDPBackend.FLASH_ATTENTION, "flash_fwd"),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "fmha"),
 }
 DENSE_KERNELS = ("decode_append", "decode_scan", "decode_merge")
 KERNELS = (*DENSE_KERNELS, "decode_select")
@@ -174,7 +176,10 @@ def _cached(
 def _static(
     point: Point, config: NSAConfig, provider: str
 ) -> tuple[Callable[[], Tensor], Exact, tuple[str, ...]]:
-    """Return PyTorch dense attention over static keys and values, its reference and its kernels."""
+    """Return PyTorch dense attention over static keys and values, its reference and its kernels.
+
+    With ``-folded``, query heads of a group are the rows of one query tile.
+    """
     heads, batch = config.num_kv_heads, point.batch
     q = normal((batch, config.num_heads, 1, config.head_dim), point, seed=1)
     k = normal((batch, heads, point.seq_len, config.head_dim), point, seed=2)
@@ -185,11 +190,21 @@ def _static(
         scores = queries @ k[sequence].to(dtype).mT * config.head_dim**-0.5
         return (scores.softmax(-1) @ v[sequence].to(dtype)).flatten(0, 1)[None]
 
-    backend, kernel = _SDPA[provider]
-    attend: Callable[..., Tensor] = sdpa_kernel(backend)(scaled_dot_product_attention)
+    kind = provider.removeprefix("dense-").removesuffix("-folded")
+    queries = q.view(batch, heads, -1, config.head_dim) if provider.endswith("folded") else q
+    if kind == "flex":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch.compiler.reset()  # compile each point separately, with static shapes
+        attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        kernel = "triton_"
+    else:
+        backend, kernel = _SDPA[kind]
+        attend = sdpa_kernel(backend)(scaled_dot_product_attention)
 
     def call() -> Tensor:
-        return attend(q, k, v, enable_gqa=True).view(batch, config.num_heads, config.value_dim)
+        out: Tensor = attend(queries, k, v, enable_gqa=queries is q)
+        return out.reshape(batch, config.num_heads, config.value_dim)
 
     return call, exact, (kernel,)
 

@@ -74,7 +74,7 @@ def test_the_fastest_dense_attention_counts(bench: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(decode, "attention_step", step)
     code, rows = bench(cases=[ATTENTION], providers=["nsa", *DENSE_DECODE])
     assert code == 0
-    ours, *dense = rows[: 1 + len(DENSE_DECODE)]
+    ours, *dense = rows[:8]
     by = index_rows(rows)
     assert of_dense(ours, by) == pytest.approx(0.2)
     assert [of_dense(row, by) for row in dense if row.provider == DENSE_DECODE[-1]] == [1.0]
@@ -82,8 +82,8 @@ def test_the_fastest_dense_attention_counts(bench: Any, monkeypatch: pytest.Monk
     assert ours.tbps_useful == 1.5
 
 
-def test_dense_attention_passes_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    provider = "dense-fa2"
+@pytest.mark.parametrize("provider", ["dense-fa2", "dense-fa2-folded"])
+def test_dense_attention_passes_the_gate(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "kernels_run_on_cpu", lambda: True)
     point = Point("small", HEADS, 300, 3, "random", torch.bfloat16, CPU)
     subject = decode.attention_step(provider, point)
@@ -125,7 +125,7 @@ def test_a_wrong_step_gets_no_time(
 
 
 def test_what_cannot_run_here_says_why(bench: Any) -> None:
-    names = ["nsa", "dense-cudnn", "dense-fa2"]
+    names = ["nsa", "dense-cudnn", "dense-flex"]
     code, rows = bench(cases=[ATTENTION], providers=names)
     assert (code, {row.note for row in rows}) == (0, {"not run: it needs a CUDA GPU"})
 
