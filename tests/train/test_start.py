@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.train.config import ParallelConfig, TrainConfig
-from nsa.train.distributed.launch import Launch, check_launch
+from nsa.train.distributed.launch import Launch, check_launch, read_launch
 from nsa.train.trainer import Trainer
 from tests.train.cases import new_trainer, tiny_config
 
@@ -19,6 +19,12 @@ def test_launch_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=message):
         check_launch(config, Launch())
     check_launch(config, Launch(world_size=2))
+
+
+def test_variables_of_torchrun_that_are_no_numbers(monkeypatch):
+    monkeypatch.setenv("RANK", "abc")
+    with pytest.raises(ValueError, match=r"^RANK must be a whole number from 0, got 'abc'"):
+        read_launch()
 
 
 TWO = {"world_size": 2, "global_batch": 8, "cuda_graphs": True}

@@ -35,11 +35,17 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Return the launch by torchrun; without torchrun, a single process."""
+    """Return the launch by torchrun; without torchrun, a single process.
+
+    Raises:
+        UserError: a variable that torchrun sets is not a whole number.
+    """
     environment = os.environ
 
     def number(name: str, default: int = 0) -> int:
-        return int(environment.get(name, default))
+        text, hint = environment.get(name, str(default)), "torchrun sets it."
+        check(text.isdecimal(), name, "be a whole number from 0", repr(text), hint)
+        return int(text)
 
     former = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return Launch(
