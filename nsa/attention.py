@@ -139,7 +139,7 @@ def native_sparse_attention(
         check(rope.dim <= config.head_dim and rope.dim % 2 == 0, "rope", rule, rope.dim)
     q_cmp = _compressed_queries(q, q_cmp, rope, config)
     phi_k, phi_v = (None, None) if phi is None else phi
-    if config.scores_blocks:
+    if config.compresses_keys:
         check_weights("phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights("phi[1]", phi_v, config, config.value_dim)
@@ -175,7 +175,7 @@ def attend(
     """
     _name, config = "native_sparse_attention", call.config
     backend = choose_backend(backend, inputs.q)
-    if config.scores_blocks:
+    if config.compresses_keys:
         call = replace(call, sequences=call.sequences.with_blocks(config))
     result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
     if statistics is not None:
@@ -195,7 +195,7 @@ def compress_inputs(
     phi_k, phi_v = (None, None) if inputs.phi is None else inputs.phi
     rotation = None if config.compress_rope == "none" else rope
     raw: list[Raw] = []
-    if config.scores_blocks:
+    if config.compresses_keys:
         assert inputs.k_cmp_raw is not None
         raw.append(Raw(inputs.k_cmp_raw, phi_k, rotation))
     if "cmp" in config.branches:
@@ -290,7 +290,9 @@ def _check_inputs_of_branches(
     key_shape: tuple[int, ...] | None = None
     for argument, tensor in zip(arguments, tensors, strict=True):
         branch = argument.split("_")[1]
-        if branch not in config.branches and not (argument == "k_cmp_raw" and config.scores_blocks):
+        if branch not in config.branches and not (
+            argument == "k_cmp_raw" and config.compresses_keys
+        ):
             continue
         if tensor is None:
             fail(argument, f"be given with branches {config.branches}", None)
@@ -322,7 +324,7 @@ def _compressed_queries(
 ) -> Tensor | None:
     """Packed queries of the compressed branch and the scores; None means ``q``."""
     if q_cmp is None:
-        rotated = rope is not None and config.compress_rope == "none" and config.scores_blocks
+        rotated = rope is not None and config.compress_rope == "none" and config.compresses_keys
         check(
             not rotated,
             "q_cmp",

@@ -77,14 +77,16 @@ class NSAConfig:
             query at a position below ``length`` selects n blocks instead of
             ``num_selected_blocks``, which is still the width of the indices; the first matching
             row applies. See :meth:`for_layer`.
+        scores: scores by which blocks are selected: ``compressed`` are the probabilities of the
+            compressed keys (Eq. 9), ``token_max`` the largest weight of a token of the block.
         coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. If set,
             blocks are selected in two stages: the mean compressed key of each coarse block is
             scored first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks
             are then scored exactly. None scores all blocks.
         num_coarse_blocks: coarse blocks that the first stage keeps.
-        score_precision: precision of the products of queries and compressed keys in the selection:
-            ``exact`` multiplies them in their dtype, ``fp8`` (e4m3, one scale per row) rounds them
-            first. The softmax is always fp32.
+        score_precision: precision of the products of queries and keys in the selection: ``exact``
+            multiplies them in their dtype, ``fp8`` rounds them to e4m3 first, with one scale per
+            row (per block of keys with ``token_max``). The softmax is always fp32.
         window_size: tokens of the window, the query's own included [w].
         branches: the enabled branches, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
@@ -124,6 +126,7 @@ class NSAConfig:
     num_init_blocks: int = 1
     num_local_blocks: int = 2
     num_selected_blocks_table: tuple[tuple[int, int, int], ...] = ()
+    scores: Literal["compressed", "token_max"] = "compressed"
     coarse_block_size: int | None = None
     num_coarse_blocks: int = 0
     score_precision: Literal["exact", "fp8"] = "exact"
@@ -209,6 +212,8 @@ class NSAConfig:
             rule = "be 0 without coarse_block_size"
             check_field(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)
             return
+        by_mean = self.scores == "compressed"
+        check_field(self, by_mean, "coarse_block_size", f"be None with scores {self.scores}")
         factor, rest = divmod(self.coarse_block_size, self.block_size)
         rule = f"be block_size ({self.block_size}) times a power of two above 1"
         is_power = rest == 0 and factor > 1 and factor & (factor - 1) == 0
@@ -276,6 +281,6 @@ class NSAConfig:
         return len(self.branches)
 
     @property
-    def scores_blocks(self) -> bool:
+    def compresses_keys(self) -> bool:
         """Whether compressed keys are needed: for their own branch or to score blocks."""
-        return "cmp" in self.branches or "slc" in self.branches
+        return "cmp" in self.branches or ("slc" in self.branches and self.scores == "compressed")

@@ -175,7 +175,7 @@ class NativeSparseAttention(nn.Module):
             self.k_proj = self._linear(width, key_size)
             self.v_proj = self._linear(width, value_size)
         else:
-            if config.scores_blocks:
+            if config.compresses_keys:
                 self.k_cmp_proj = self._linear(width, key_size)
             if "cmp" in config.branches:
                 self.v_cmp_proj = self._linear(width, value_size)
@@ -187,7 +187,7 @@ class NativeSparseAttention(nn.Module):
             for name in self.projections:
                 if name[0] in "qk":
                     setattr(self, f"{name}_norm", RMSNorm(config.head_dim, eps=QK_NORM_EPS))
-        if config.scores_blocks:
+        if config.compresses_keys:
             self.phi_k = Compression(config, config.head_dim)
         if "cmp" in config.branches:
             self.phi_v = Compression(config, config.value_dim)
@@ -209,7 +209,7 @@ class NativeSparseAttention(nn.Module):
 
     def freeze_scoring(self) -> None:
         """Freeze the scoring parameters that receive no gradient; call it after replacing them."""
-        if "slc" not in self.config.branches or "cmp" in self.config.branches:
+        if "cmp" in self.config.branches or not self.config.compresses_keys:
             return
         names = ["phi_k"] if self.config.share_kv else ["k_cmp_proj", "k_cmp_norm", "phi_k"]
         frozen = [part for name, part in self.named_children() if name in names]
@@ -231,8 +231,8 @@ class NativeSparseAttention(nn.Module):
     def _describe_columns(self) -> tuple[Columns, list[str]]:
         """Return the columns of the projection and the name of each output."""
         config = self.config
-        raw = {"q"} if config.compress_rope == "none" and config.scores_blocks else set()
-        raw |= {"k", "k_cmp"} if config.scores_blocks else set()
+        raw = {"q"} if config.compress_rope == "none" and config.compresses_keys else set()
+        raw |= {"k", "k_cmp"} if config.compresses_keys else set()
         turned = {"q", "k", "k_slc", "k_win"}
         parts, outputs = list[Heads](), list[str]()
         for name in self.projections:
@@ -312,7 +312,7 @@ class NativeSparseAttention(nn.Module):
             heads |= {"k_cmp": heads.get("k_raw", heads["k"])}
             heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win")}
             heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
-        on = {"k_cmp": config.scores_blocks}
+        on = {"k_cmp": config.compresses_keys}
         names = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
         given = (
             heads.get(name) if on.get(name, name[2:] in config.branches) else None for name in names
@@ -431,7 +431,7 @@ class NativeSparseAttention(nn.Module):
         return cache.attend(inputs, rope=self.rope, sequences=sequences)
 
     def _phi(self) -> Phi | None:
-        if not self.config.scores_blocks:
+        if not self.config.compresses_keys:
             return None
         return (
             self.phi_k.weights(),

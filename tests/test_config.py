@@ -58,6 +58,8 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("compress_stride", 12, {"compress_block_size": 24}),  # does not divide l'
     ("compress_stride", 32, {"compress_block_size": 32, "block_size": 16}),
     ("num_selected_blocks", 8, {"num_init_blocks": 4, "num_local_blocks": 5}),
+    ("coarse_block_size", 128, {"scores": "token_max", "num_coarse_blocks": 9}),
+    ("scores", "mean", {}),
     ("gate_temperature", 0.0, {"gate": "softmax"}),
     ("gate_bias", 2.0, {"gate": "softmax"}),
     ("gate_bias", 2.0, {"gate": "fixed"}),
@@ -84,6 +86,7 @@ OTHERS: dict[str, Any] = {
     "num_init_blocks": 2,
     "num_local_blocks": 3,
     "num_selected_blocks_table": ((-1, 40, 5), (0, 99, 6)),
+    "scores": "token_max",
     "coarse_block_size": 128,
     "num_coarse_blocks": 5,
     "score_precision": "fp8",
@@ -108,7 +111,8 @@ def test_json_comes_back_equal():
     """Every field: lists for tuples, and the scaling as a mapping."""
     assert set(OTHERS) == {field.name for field in dataclasses.fields(NSAConfig)}
     sigmoid = {**OTHERS, "gate": "sigmoid", "gate_temperature": 1.0}
-    for values in ({**OTHERS, "gate_bias": 0.0}, sigmoid, {}):
+    sigmoid |= {"coarse_block_size": None, "num_coarse_blocks": 0}
+    for values in ({**OTHERS, "gate_bias": 0.0, "scores": "compressed"}, sigmoid, {}):
         config = NSAConfig(**values)
         found = NSAConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
         assert (found, hash(found), found.text) == (config, hash(config), config.text)
@@ -211,4 +215,4 @@ def test_derived_sizes(branches, scores):
     config = NSAConfig(branches=branches, num_heads=12, num_kv_heads=4)
     assert config.group_size == 3
     assert config.num_branches == len(branches)
-    assert config.scores_blocks is scores
+    assert config.compresses_keys is scores

@@ -424,7 +424,7 @@ class LayerCache:
         has_values = {"slc": True, "win": True}
         has_values |= dict.fromkeys(("raw", "cmp"), "cmp" in config.branches)
         on = {kind: kind in config.branches for kind in ("slc", "win")}
-        on |= dict.fromkeys(("raw", "cmp"), config.scores_blocks)
+        on |= dict.fromkeys(("raw", "cmp"), config.compresses_keys)
 
         def new(kind: str, size: int, is_on: bool) -> Tensor | None:
             return k.new_zeros(rows[kind], config.num_kv_heads, size) if is_on else None

@@ -92,7 +92,7 @@ class Chunk:
         config, tensors, places = self.config, self.tensors, self.places
         new = self._new = new_tokens(inputs, tensors)
         k_cmp = v_cmp = None
-        if config.scores_blocks:
+        if config.compresses_keys:
             k_cmp, v_cmp = self._compress(new, inputs, rope)
         call = window = self._call(places.after)
         if tensors.k_slc is not None:

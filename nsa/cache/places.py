@@ -64,7 +64,7 @@ class Places:
                 offsets = (self._offsets(self.counts), self._offsets(lengths))
                 most = (max(self.counts), max(lengths))
                 where = Sequences(offsets, len(self.counts), *most, self.table.device)
-            return where.with_blocks(self.config) if self.config.scores_blocks else where
+            return where.with_blocks(self.config) if self.config.compresses_keys else where
 
         return self._once(("queries", *lengths), make)
 

@@ -197,6 +197,13 @@ class KeyRange:
         blocks = call.sequences.blocks_of(call.config)
         return cls(call.sequences, call.softmax_scale, False, *blocks, *block_sizes(call.config))
 
+    @classmethod
+    def of_tokens(cls, call: Call) -> KeyRange:
+        """Each token as a block of its own."""
+        where = call.sequences
+        cu_k = None if where.offsets is None else where.offsets[1]
+        return cls(where, call.softmax_scale, False, cu_k, where.len_k, 1, 1)
+
     def of_coarse(self, width: int, cu_coarse: Tensor) -> KeyRange:
         """The coarse blocks of ``width`` tokens whose compressed keys are all visible."""
         cu_key = None if self.cu_key is None else cu_coarse

@@ -156,7 +156,7 @@ class Decoded:
             return partial(sampled_values, name, given, rows, config, phi=phi)
 
         more = case.dtype, "decode", case.factor
-        if config.scores_blocks:
+        if config.compresses_keys:
             stored = self.compressed_keys()
             of_blocks = sample._replace(queries=every(stored))
             check_sampled(values("compress", {"x": x.k_cmp_raw}, of_blocks), {"y": stored}, *more)
@@ -197,7 +197,7 @@ class Decoded:
                     for j in ids[b * count + i, h].tolist()  # type: ignore[index]
                     if j >= 0
                 ]
-                num_cmp = max(before + count - size + stride, 0) // stride * config.scores_blocks
+                num_cmp = max(before + count - size + stride, 0) // stride * config.compresses_keys
                 window = (min(before, config.window_size - 1) + count) * ("win" in config.branches)
                 found.append([num_cmp, sum(selected), window])
         return torch.tensor(found)

@@ -276,7 +276,7 @@ class Call:
         for branch in BRANCHES:
             count = TOKENS // pattern.compress_stride if branch == "cmp" else TOKENS
             is_on = branch in pattern.branches
-            has_keys = is_on or (branch == "cmp" and pattern.scores_blocks)
+            has_keys = is_on or (branch == "cmp" and pattern.compresses_keys)
             for size, is_read in ((pattern.head_dim, has_keys), (pattern.value_dim, is_on)):
                 keys.append(self.rows(count, pattern.num_kv_heads, size) if is_read else None)
         gates = torch.zeros(TOKENS, pattern.num_heads, 3)

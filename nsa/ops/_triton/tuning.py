@@ -200,6 +200,9 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     warps = 4 if key.head_size <= 128 else 8
     if key.kernel == "select_blocks":
         return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
+    if key.kernel == "select_token_max":
+        rows = 64 if key.element_size == 2 else 16
+        return Tile(rows, 16, 4, 2 if key.head_size <= 128 else 1, keep_queries=True)
     if key.element_size == 4:
         return Tile(32, 16, 4, 1) if key.head_size <= 64 else Tile(16, 16, 8, 1)
     if key.head_size > 128:

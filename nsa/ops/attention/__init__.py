@@ -8,7 +8,7 @@ from nsa.ops.combination import combine
 from nsa.ops.range import run_compressed_attention, run_window_attention
 from nsa.ops.range.reference import RangeInputs
 from nsa.ops.selected import SelectedInputs, run_selected_attention
-from nsa.ops.selection import SelectionInputs, run_select_blocks
+from nsa.ops.selection import run_select_blocks
 
 
 def attention_by_branch(
@@ -19,15 +19,14 @@ def attention_by_branch(
     ``window`` is the call of the window branch if its keys are other tokens, as with a cache.
     """
     q, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs
-    out_cmp = out_slc = out_win = block_indices = None
+    out_cmp = lse = out_slc = out_win = block_indices = None
     if k_cmp is not None:
         queries = inputs.scoring_queries
         out_cmp, lse = run_compressed_attention(queries, k_cmp, v_cmp, call, backend)
-        if k_slc is not None and v_slc is not None:
-            scored = SelectionInputs(queries, k_cmp, lse)
-            block_indices = run_select_blocks(scored, call, backend)
-            selected = SelectedInputs(q, k_slc, v_slc, block_indices)
-            out_slc, _ = run_selected_attention(selected, call, backend)
+    if k_slc is not None and v_slc is not None:
+        block_indices = run_select_blocks(inputs.scored(call.config, lse), call, backend)
+        selected = SelectedInputs(q, k_slc, v_slc, block_indices)
+        out_slc, _ = run_selected_attention(selected, call, backend)
     if k_win is not None and v_win is not None:
         keys = RangeInputs(q, k_win, v_win)
         out_win, _ = run_window_attention(keys, window or call, backend)

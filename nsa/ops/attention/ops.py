@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.config import NSAConfig
 from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
@@ -52,8 +53,16 @@ class BranchInputs(NamedTuple):
 
     @property
     def scoring_queries(self) -> Tensor:
-        """Queries of the compressed branch and the block scores."""
+        """Queries of the compressed branch and the scores of compressed keys."""
         return self.q if self.q_cmp is None else self.q_cmp
+
+    def scored(self, config: NSAConfig, lse: Tensor | None) -> SelectionInputs:
+        """Inputs of the block scores; ``lse`` is that of the compressed branch."""
+        if config.scores == "token_max":
+            assert self.k_slc is not None
+            return SelectionInputs(self.q, self.k_slc, None)
+        assert self.k_cmp is not None
+        return SelectionInputs(self.scoring_queries, self.k_cmp, lse)
 
 
 class AttentionResult(NamedTuple):
@@ -169,15 +178,15 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
     results = _branch_results(inputs, call)
     compressed, window = _compressed(inputs), _window(inputs)
     selected = _selected(inputs, results.block_indices)
-    both = compressed is not None and window is not None
+    both = (compressed is not None or selected is not None) and window is not None
     with fork_join(inputs.q.device, enabled=both) as streams:
         with streams.on_side():
             if compressed is not None:
                 with stage(COMPRESSED):
                     range_forward(compressed, KeyRange.of_blocks(call), results.compressed)
-            if compressed is not None and selected is not None:
-                scored = SelectionInputs(compressed.q, compressed.k, results.lse_cmp)
+            if selected is not None:
                 with stage(SELECTION):
+                    scored = inputs.scored(call.config, results.lse_cmp)
                     run_selection(scored, call, results.block_indices)
                 with stage(SELECTED):
                     selected_forward(selected, call, results.selected, unique=True)

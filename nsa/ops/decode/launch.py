@@ -156,7 +156,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int
     slc = cdiv(config.num_selected_blocks, cdiv(config.num_selected_blocks, slc))
     on = config.branches
     return Splits(
-        cmp if config.scores_blocks else 0, win if "win" in on else 0, slc if "slc" in on else 0
+        cmp if config.compresses_keys else 0, win if "win" in on else 0, slc if "slc" in on else 0
     )
 
 
@@ -353,7 +353,7 @@ def _plan_step(
         **options,
     )
     most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
-    scores = (groups, rows, most_blocks) if config.scores_blocks else (0,)
+    scores = (groups, rows, most_blocks) if config.compresses_keys else (0,)
     parts = (groups, sum(splits), rows, config.value_dim)
     return _StepPlan(parts, scores, best, scan, select, merge)
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.errors import fail
+from nsa.errors import check
 from nsa.ops._backend import choose_backend
-from nsa.ops._checks import scale_of
+from nsa.ops._checks import check_heads, scale_of
 from nsa.ops._operator import Call, FlatCall, open_flat, schema_of
 from nsa.ops._register import register
 from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
@@ -29,14 +29,14 @@ def _run(*flat: Any) -> Tensor:
     from nsa.ops.selection.launch import run_selection
 
     inputs, call = open_flat(SelectionInputs, 3, flat)
-    out = new_selection(inputs.q, inputs.k_cmp, call.config.num_selected_blocks)
+    out = new_selection(inputs.q, inputs.k, call.config.num_selected_blocks)
     run_selection(inputs, call, out)
     return out
 
 
 def _fake(*flat: Any) -> Tensor:
-    (q, k_cmp, _), call = open_flat(SelectionInputs, 3, flat)
-    return new_selection(q, k_cmp, call.config.num_selected_blocks)
+    (q, k, _), call = open_flat(SelectionInputs, 3, flat)
+    return new_selection(q, k, call.config.num_selected_blocks)
 
 
 select_blocks_op = register(
@@ -48,7 +48,7 @@ select_blocks_op = register(
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     config: NSAConfig,
     *,
     cu_seqlens_q: Tensor | None = None,
@@ -60,16 +60,20 @@ def select_blocks(
 ) -> Tensor:
     """Select n blocks for every query and KV head (Eqs. 8 to 12, arXiv:2502.11089).
 
-    Blocks ``0 .. t // l'`` are ranked by the probabilities of the compressed branch, distributed
-    over the tokens that compression and selection blocks share and summed over the heads of a
-    group. The first ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. All
-    query heads of a group share the selection; it has no gradient.
+    Blocks ``0 .. t // l'`` are ranked by scores, summed over the heads of a group. With
+    ``config.scores`` ``compressed`` they are the probabilities of the compressed branch,
+    distributed over the tokens that compression and selection blocks share; with ``token_max`` they
+    are the largest weight of a token of the block, relative to all weights in forced blocks. The
+    first ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. All query heads
+    of a group share the selection; it has no gradient.
 
     Args:
-        q: the queries of the compressed branch, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``.
-        k_cmp: compressed, rotated keys ``[C, Hkv, D]``.
-        lse: result of :func:`nsa.compressed_attention` for the same ``q`` and ``k_cmp``,
-            ``[T, Hq]`` or ``[B, T, Hq]``.
+        q: the queries of the compressed branch, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``;
+            with ``token_max`` those of the selected branch.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]``; with ``token_max`` the rotated keys of the
+            selected branch, ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
+        lse: result of :func:`nsa.compressed_attention` for the same queries and keys, ``[T, Hq]``
+            or ``[B, T, Hq]``; None with ``token_max``.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
@@ -87,17 +91,24 @@ def select_blocks(
         ValueError: shapes, dtypes or offsets do not match.
     """
     backend = choose_backend(backend, q)
-    key_shape = compressed_key_shape(
-        q, k_cmp, config, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    )
-    if lse.shape != q.shape[:-1]:
-        fail("lse", f"have shape {tuple(q.shape[:-1])}", tuple(lse.shape))
+    if config.scores == "token_max":
+        check(lse is None, "lse", "be None with scores token_max", "a tensor")
+        check_heads("q", q, config.num_heads, config.head_dim, q)
+        check_heads("k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
+        key_shape = tuple(k_cmp.shape[:-2])
+    else:
+        offsets = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        key_shape = compressed_key_shape(q, k_cmp, config, offsets)
+        shape = None if lse is None else tuple(lse.shape)
+        check(shape == q.shape[:-1], "lse", f"have shape {tuple(q.shape[:-1])}", shape)
     sequences = open_sequences(
         q, key_shape, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend
     )
-    packed_lse = lse.flatten(0, 1) if lse.ndim == 3 else lse
-    call = Call(config, sequences.with_blocks(config), scale_of(config, softmax_scale))
-    inputs = SelectionInputs(pack(q), k_cmp, packed_lse)
+    if lse is not None:
+        lse = lse.reshape(-1, config.num_heads)
+        sequences = sequences.with_blocks(config)
+    call = Call(config, sequences, scale_of(config, softmax_scale))
+    inputs = SelectionInputs(pack(q), pack(k_cmp), lse)
     return sequences.restore(run_select_blocks(inputs, call, backend))
 
 

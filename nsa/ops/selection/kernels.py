@@ -175,6 +175,12 @@ def rank_blocks(
     score, carry = block_scores(
         p, carry, jj, p.shape[0], jj.shape[0], R, SCORING.L // SCORING.STRIDE
     )
+    return carry, merge_scores(score, best, queries, j0, jj, kept, num_init, num_local, SCORING)
+
+
+@triton.jit
+def merge_scores(score, best, queries, j0, jj, kept, num_init, num_local, SCORING: tl.constexpr):
+    """Merge blocks with scores ``[BLOCK_Q, BLOCK_J]`` into the ranking, see ``rank_blocks``."""
     j = (j0 + jj)[None, :]
     forced = (j < num_init) | (j > queries.current[:, None] - num_local)
     bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
@@ -184,7 +190,7 @@ def rank_blocks(
     ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
     step_best = tl.topk(ranked, SCORING.BLOCK_N, dim=1)
     merged = tl.maximum(best, tl.flip(step_best, 1))
-    return carry, tl.bitonic_merge(merged, dim=1, descending=True)
+    return tl.bitonic_merge(merged, dim=1, descending=True)
 
 
 @triton.jit

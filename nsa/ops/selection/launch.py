@@ -17,10 +17,20 @@ from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.tuning import Tile, tile_for
 from nsa.ops.selection.kernels import Scoring, select_kernel
-from nsa.ops.selection.reference import SelectionInputs, coarse_keys, new_selection, to_fp8
+from nsa.ops.selection.reference import (
+    SelectionInputs,
+    blocks_to_fp8,
+    coarse_keys,
+    new_selection,
+    to_fp8,
+)
+from nsa.ops.selection.token_max import forced_lse_kernel, select_token_max_kernel
 
 # Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
+# Most tokens, and most bytes of keys, in one product of the scores by tokens.
+PRODUCT_KEYS = 128
+PRODUCT_BYTES = 32 * 1024
 # Limit on the shared memory for queries that stay on chip.
 KEPT_BYTES = 64 * 1024
 
@@ -93,15 +103,20 @@ def check_fp8(capability: tuple[int, int]) -> None:
 
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
-    config, keys = call.config, KeyRange.of_blocks(call)
+    config, by_token = call.config, call.config.scores == "token_max"
+    keys = KeyRange.of_tokens(call) if by_token else KeyRange.of_blocks(call)
     check_queries(inputs.q)
-    check_keys("k_cmp", inputs.k_cmp, keys.stride)
+    check_keys("k_cmp", inputs.k, keys.stride)
     if config.score_precision == "fp8" and inputs.q.is_cuda:
         check_fp8(torch.cuda.get_device_capability(inputs.q.device))
-    q, k, lse = rows(inputs.q), rows(inputs.k_cmp), by_head(inputs.lse)
-    coarse = None
+    q, k = rows(inputs.q), rows(inputs.k)
+    if by_token:
+        _select_by_token(q, k, out, keys, config)
+        return
+    assert inputs.lse is not None
+    lse, coarse = by_head(inputs.lse), None
     if config.coarse_block_size is not None:
-        means, cu_coarse = coarse_keys(inputs.k_cmp, config, call.sequences)
+        means, cu_coarse = coarse_keys(inputs.k, config, call.sequences)
         first = Selection.of_coarse(config)
         coarse = new_selection(q, means, first.num_blocks)
         _select(q, means, lse, coarse, keys.of_coarse(first.block_size, cu_coarse), first)
@@ -138,6 +153,36 @@ def _select(
         return Launch(select_kernel, grid, **constants, FACTOR=selection.factor)
 
     once(plan)(q, k, lse, q_scale, k_scale, coarse, out, *keys.arguments(), q.shape[0])
+
+
+def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: NSAConfig) -> None:
+    """Write out, int32 ``[T, Hkv, n]``, by the largest product of a token of each block."""
+    if q.shape[0] == 0:
+        return
+    selection, sequences = Selection.of(config), keys.sequences
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    low, low_k, q_scale, k_scale = q, k, None, None
+    if selection.precision == "fp8":
+        (low, q_scale), (low_k, k_scale) = to_fp8(q), blocks_to_fp8(k, config, sequences)
+
+    def plans() -> tuple[Launch, Launch]:
+        tile = tile_for("select_token_max", q, k)
+        tile = tile._replace(keys=max(tile.keys, next_power_of_2(selection.num_blocks)))
+        tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
+        constants = constants_of(q, k, keys, selection, tile)
+        del constants["COUNTS"]
+        first = Launch(forced_lse_kernel, (tiles, q.shape[1]), **constants)
+        constants = constants_of(low, low_k, keys, selection, tile)
+        # A product of keys that fit beside the queries: some blocks, or a part of one.
+        columns = PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
+        columns = min(max(columns, 16), PRODUCT_KEYS, tile.keys * selection.block_size)
+        second = Launch(select_token_max_kernel, (tiles, k.shape[1]), **constants, COLUMNS=columns)
+        return first, second
+
+    numbers = (*sequences.arguments(), q.shape[0])
+    first, second = once(plans)
+    first(q, k, lse, *numbers)
+    second(low, low_k, q_scale, k_scale, lse, out, *numbers)
 
 
 def constants_of(

@@ -14,7 +14,9 @@ from nsa.ops._masked_attention import (
     grouped_scores,
     max_blocks,
     max_compressed,
+    padded_positions,
     visible_compressed,
+    visible_tokens,
 )
 from nsa.ops._operator import Call
 from nsa.ops._packed import (
@@ -28,13 +30,23 @@ from nsa.ops._packed import (
 )
 from nsa.ops._sequences import Sequences, open_sequences
 
+# Limit on the exponents of token_max, so that 64 heads have a finite sum in fp32.
+MAX_EXPONENT = 80.0
+
 
 class SelectionInputs(NamedTuple):
-    """Queries ``[T, Hq, D]``, compressed keys ``[C, Hkv, D]`` and the branch's lse ``[T, Hq]``."""
+    """Inputs of the block scores.
+
+    Attributes:
+        q: queries of the compressed branch ``[T, Hq, D]``; with ``token_max``, of the selected one.
+        k: compressed keys ``[C, Hkv, D]``; with ``token_max``, keys of the selected branch
+            ``[S, Hkv, D]``.
+        lse: the compressed branch's ``[T, Hq]``; None with ``token_max``.
+    """
 
     q: Tensor
-    k_cmp: Tensor
-    lse: Tensor
+    k: Tensor
+    lse: Tensor | None
 
 
 def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
@@ -49,6 +61,40 @@ def overlap_stencil(config: NSAConfig) -> dict[int, int]:
     return {
         offset: min(offset + length, block) - max(offset, 0) for offset in range(1 - length, block)
     }
+
+
+def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
+    """Importance of every block: the sum over the group's heads of ``exp(m - L)``.
+
+    m is the largest scaled product of the query with a visible token of the block, and L the
+    log-sum-exp of the products with the visible tokens of the forced blocks, always exact. The
+    difference is at most ``MAX_EXPONENT``.
+
+    Returns:
+        ``[T, Hkv, M]`` in the accumulation dtype.
+    """
+    (q, k, _), config, sequences = inputs, call.config, call.sequences
+    visible = visible_tokens(sequences)[:, None, None]  # [B, 1, 1, T, S]
+
+    def products(q: Tensor, k: Tensor) -> Tensor:
+        rows = pad(q, sequences.cu_q, sequences.max_q), pad(k, sequences.cu_k, sequences.max_k)
+        return grouped_scores(*rows, call.softmax_scale).masked_fill(~visible, -torch.inf)
+
+    exact = products(q, k)  # [B, Hkv, G, T, S]
+    block = torch.arange(sequences.max_k, device=q.device) // config.block_size
+    current = padded_positions(sequences)[..., None] // config.block_size
+    forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+    lse = exact.masked_fill(~forced[:, None, None], -torch.inf).logsumexp(-1)
+    if config.score_precision == "fp8":
+        low, scale = blocks_to_fp8(k, config, sequences)
+        rounded = (low.to(accumulate_dtype(k)) * scale[..., None]).to(accumulate_dtype(k))
+        exact = products(rounded_for_scores(q, config), rounded)
+    num_blocks = max_blocks(sequences, config)
+    missing = num_blocks * config.block_size - sequences.max_k
+    padded = torch.nn.functional.pad(exact, (0, missing), value=-torch.inf)
+    largest = padded.unflatten(-1, (num_blocks, config.block_size)).amax(-1)
+    scores = torch.exp((largest - lse[..., None]).clamp(max=MAX_EXPONENT)).sum(2)
+    return unpad(scores.transpose(1, 2), sequences.cu_q, q.shape[0])
 
 
 def block_scores(
@@ -112,9 +158,30 @@ def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``[..., D]`` in e4m3 and their fp32 scales ``[...]``; the row maximum maps to 448."""
-    row_scale = x.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
-    row_scale = torch.where(row_scale > 0, row_scale, 1.0)
-    return (x.float() / row_scale[..., None]).to(torch.float8_e4m3fn), row_scale
+    return _quantize(x, x.abs().amax(-1).float())
+
+
+def blocks_to_fp8(k: Tensor, config: NSAConfig, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Keys ``[S, Hkv, D]`` in e4m3 and fp32 scales ``[S, Hkv]``, equal within a selection block."""
+    sequence, row, _ = locate(k.shape[0], sequences.cu_k)
+    # Blocks are numbered as if each sequence had its incomplete block to itself.
+    block = (
+        sequences.cu_k.long()[sequence] // config.block_size + sequence + row // config.block_size
+    )
+    largest = k.abs().amax(-1).float()
+    of_blocks = largest.new_zeros(
+        k.shape[0] // config.block_size + sequences.num_sequences + 1, k.shape[1]
+    )
+    index = block[:, None].expand_as(largest)
+    scale = of_blocks.scatter_reduce(0, index, largest, "amax").gather(0, index)
+    return _quantize(k, scale)
+
+
+def _quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in e4m3 and their scales, with which the given magnitudes ``[...]`` map to 448."""
+    scale = largest / torch.finfo(torch.float8_e4m3fn).max
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def coarse_keys(k_cmp: Tensor, config: NSAConfig, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -219,12 +286,16 @@ def choose_blocks(
 
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and validated."""
-    rest = (*inputs, call.config, call.sequences, call.softmax_scale)
-    scores = block_scores(*rest)
-    coarse = None if call.config.coarse_block_size is None else coarse_candidates(*rest)
-    sequences = call.sequences
+    config, sequences, coarse = call.config, call.sequences, None
+    if config.scores == "token_max":
+        scores = token_max_scores(inputs, call)
+    else:
+        assert inputs.lse is not None
+        rest = (inputs.q, inputs.k, inputs.lse, config, sequences, call.softmax_scale)
+        scores = block_scores(*rest)
+        coarse = None if config.coarse_block_size is None else coarse_candidates(*rest)
     positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
-    return choose_blocks(scores, positions, call.config, coarse)
+    return choose_blocks(scores, positions, config, coarse)
 
 
 def blocks_to_ranges(
