@@ -118,11 +118,12 @@ def _starter(
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
     from nsa.train.runs.evaluation import load_model
-    from nsa.train.runs.inspection import check_selects
 
     config = folder.load_config().model
     path, where = find_checkpoint(folder.checkpoints, checkpoint), choose_device(device)
     if selects:
+        from nsa.train.runs.inspection import check_selects
+
         check_selects("--show-selection", config)
     model, _ = load_model(config, path, where)
     tokenizer = load_tokenizer(folder.tokenizer)

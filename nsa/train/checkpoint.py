@@ -26,11 +26,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from nsa.errors import UserError, check, fail
 from nsa.files import FileErrors, flush, write_flushed
-from nsa.train.distributed.processes import Processes, first_row, own_part
+from nsa.train.distributed.processes import Processes, first_row, is_sharded, own_part
 from nsa.train.environment import version
 
 logger = logging.getLogger(__name__)
@@ -390,7 +389,7 @@ class CheckpointWriter:
         self.wait()
         copies, stream = dict[str, Tensor](), None
         for name, tensor in tensors.items():
-            if self._writers.is_main or isinstance(tensor, DTensor):
+            if self._writers.is_main or is_sharded(tensor):
                 own = own_part(tensor.detach())
                 copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
                 copies[name] = copy.copy_(own, non_blocking=own.is_cuda)

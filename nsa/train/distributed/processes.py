@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from nsa.train.distributed.launch import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -125,17 +128,24 @@ def join(launch: Launch, device: torch.device) -> Iterator[Processes]:
 def gather(tensor: Tensor) -> Tensor:
     """Return the whole tensor without gradients; for a sharded one all processes call this."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether FSDP2 splits the tensor over processes."""
+    # FSDP2 imports DTensor. Importing it here would cost every command a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def first_row(tensor: Tensor) -> int:
     """First row of :func:`own_part` in the whole tensor; FSDP2 splits like torch.chunk."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 0
     rows, mesh = tensor.shape[0], tensor.device_mesh
     return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
