@@ -42,6 +42,7 @@ from tests.acceptance.checks import (
 from tests.acceptance.programs import NSA, last_lines, say, start, wait
 from tests.acceptance.rows import COMMITTED, MEASURED, QUICK, Row, committed_loss, read_rows
 from tests.acceptance.shards import make_shards
+from tests.hf.trl_runs import train_by_trl
 
 # Models that need two GPUs run fewer steps, so that a leg takes at most nine minutes.
 QUICK_STEPS, FULL_STEPS, STEPS_ON_TWO = 60, 300, 100
@@ -50,6 +51,7 @@ COMPILATION = '"kind": "compilation"'  # event: a step compiled after the first 
 # The exported and the trained model compute in fp32 with the same operators.
 MAX_LOGIT_DIFFERENCE = 1e-4
 PROMPT_TOKENS, NEW_TOKENS = 300, 64
+ADAPTER_STEPS = 20
 RESUMED_STEPS, CHECKPOINTS = 120, 6
 EVERY = RESUMED_STEPS // CHECKPOINTS
 WITHIN_NATS = 2e-4  # two processes sum in a different order
@@ -418,6 +420,83 @@ def compare_export(
     return note, [fault for fault, is_found in faults.items() if is_found]
 
 
+def adapted(setting: Setting) -> list[str]:
+    """Train LoRA adapters on the export of a run; generate with them on, off and merged."""
+    exported, cuda = setting.trained.parent / "exported", torch.device("cuda")
+    text = Path(programs.__file__).read_text(encoding="utf-8")
+    remark, faults = train_adapters(exported, cuda, text, NEW_TOKENS)
+    setting.remarks.append(remark)
+    return faults
+
+
+def train_adapters(
+    exported: Path, device: torch.device, text: str, new_tokens: int
+) -> tuple[str, list[str]]:
+    """Train adapters on all linear layers of an export: a note and faults.
+
+    The adapters must learn the text and leave the weights as they are; in each state, greedy
+    generation with the cache must equal that without it.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    import nsa.hf  # noqa: F401 - registers the classes
+
+    base = AutoModelForCausalLM.from_pretrained(exported).to(device)
+    weights = {name: x.clone() for name, x in base.state_dict().items()}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
+    model = peft.get_peft_model(base, config)
+    ids = torch.tensor([list(text.encode())], device=device)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=2e-3), list[float]()
+    for _ in range(ADAPTER_STEPS):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    faults, drawn = list[str](), dict[str, list[int]]()
+
+    def generate(state: str) -> None:
+        prompt = ids[:, :PROMPT_TOKENS]
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens}
+        options["attention_mask"] = torch.ones_like(prompt)
+        found = [model.generate(input_ids=prompt, use_cache=x, **options) for x in (True, False)]
+        drawn[state] = found[0][0].tolist()
+        if not torch.equal(*found):
+            faults.append(f"adapters {state}: the text differs from that without a cache")
+
+    model.eval()
+    generate("on")
+    with model.disable_adapter():
+        generate("off")
+    model.merge_adapter()
+    generate("merged")
+    model.unmerge_adapter()
+    state = model.get_base_model().state_dict()
+    kept = {name.replace(".base_layer", ""): x for name, x in state.items()}
+    moved = [n for n, x in weights.items() if not torch.allclose(kept[n], x, atol=1e-6)]
+    faults += [f"the weights {moved[:3]} have changed"] if moved else []
+    faults += [] if drawn["on"] == drawn["merged"] else ["merged adapters write another text"]
+    faults += [] if drawn["on"] != drawn["off"] else ["the adapters change nothing"]
+    fell = losses[0] - losses[-1]
+    faults += [] if fell > 0.1 else [f"the loss fell by {fell:.3f} nats"]
+    return f"{ADAPTER_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}", faults
+
+
+def trained_by_trl(setting: Setting) -> list[str]:
+    """Fine-tune the export of a run by TRL: SFT with packing, DPO and GRPO, whole and by LoRA."""
+    exported, faults = setting.trained.parent / "exported", list[str]()
+    for kind in ("SFT packed", "DPO", "GRPO"):
+        for has_adapters in (False, True):
+            options = {"has_adapters": has_adapters, "use_cpu": False}
+            found = train_by_trl(kind, exported, setting.folder / "trl", **options)
+            what = f"{kind}{' with LoRA' * has_adapters}"
+            setting.remarks.append(what)
+            faults += [f"{what}: {fault}" for fault in found]
+    return faults
+
+
 def foreign(setting: Setting) -> list[str]:
     """Train the module in another decoder, eager and compiled."""
     cuda = torch.device("cuda")
@@ -448,14 +527,14 @@ CASES = (
     _train("78m-dense", 50, 1),
     _train("117m", 50, 1, quick=True),
     _train("117m-dense", 50, 1),
-    _train("cpu-small", 60, 1, num_gpus=0),
-    _train("cpu-small-dense", 35, 1, num_gpus=0),
     _on_78m("eval", command("eval {run}", says=r"loss: .+"), 20),
     _on_78m("generate", command(_GENERATE, says=r"\ndef \s*\S.*"), 20),
     _on_78m("report", command("report {run}", "{run}/report.html"), 8),
     _on_78m("check", command("check {run}", says="everything agrees"), 8),
     _on_78m("export", command("export {run} {run}/../exported", _WEIGHTS), 15),
     _on_78m("loaded", loaded, 30),
+    _on_78m("LoRA", adapted, 40),
+    _on_78m("TRL", trained_by_trl, 60),
     Case("78m: profile", command("profile 78m --run-dir {folder}/run", *_PROFILE), 60, 1, "78m"),
     _train("gpu-small", 45, 2),
     _train("gpu-small-dense", 40, 2),
@@ -468,4 +547,6 @@ CASES = (
     _train("1b", 300, 3, num_gpus=2),
     _train("1b-dense", 280, 4, num_gpus=2),
     Case("78m: resumed on two GPUs", resumed_on_two, 110, 5, "78m", num_gpus=2),
+    _train("cpu-small", 60, 5, num_gpus=0),
+    _train("cpu-small-dense", 35, 5, num_gpus=0),
 )

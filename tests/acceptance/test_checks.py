@@ -27,6 +27,7 @@ from tests.acceptance.rows import (
     table,
 )
 from tests.faults.cases import write_config
+from tests.hf.tiny import tiny
 
 STEP = {
     "loss_nats": 5.0,
@@ -233,3 +234,16 @@ def test_a_foreign_model_is_judged(monkeypatch):
     assert faults[0] == "2 recompilations, the first for tokens [2, 129]"
     assert faults[1].startswith("compiled, it is 0.")
     assert figures["compilations_after_5"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for peft
+def test_adapters(tmp_path, monkeypatch):
+    """They learn a text that repeats; with a learning rate of 0 they change nothing."""
+    tiny(vocab_size=256).float().save_pretrained(tmp_path)
+    given = (tmp_path, torch.device("cpu"), "the sea was calm " * 20, 8)
+    remark, faults = cases.train_adapters(*given)
+    assert remark.startswith("20 steps")
+    assert not faults
+    monkeypatch.setattr(torch.optim, "AdamW", lambda x, lr: torch.optim.SGD(x, lr=0.0))
+    _, faults = cases.train_adapters(*given)
+    assert len(faults) == 2
