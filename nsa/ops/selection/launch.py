@@ -28,11 +28,11 @@ from nsa.ops.selection.token_max import forced_lse_kernel, select_token_max_kern
 
 # Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
-# Most tokens, and most bytes of keys, in one product of the scores by tokens.
-PRODUCT_KEYS = 128
+# Least tokens, and most bytes of keys, in one product of the scores by tokens.
+PRODUCT_KEYS = 64
 PRODUCT_BYTES = 32 * 1024
-# Limit on the shared memory for queries that stay on chip.
-KEPT_BYTES = 64 * 1024
+# Limit on the shared memory for queries that stay on chip, for each query of a tile.
+KEPT_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         del constants["COUNTS"]
         first = Launch(forced_lse_kernel, (tiles, q.shape[1]), **constants)
         constants = constants_of(low, low_k, keys, selection, tile)
-        # A product of keys that fit beside the queries: some blocks, or a part of one.
-        columns = PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
-        columns = min(max(columns, 16), PRODUCT_KEYS, tile.keys * selection.block_size)
+        # Whole blocks, or a part of one if its keys do not fit.
+        most = PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
+        columns = min(max(PRODUCT_KEYS, selection.block_size), max(most, 16))
         second = Launch(select_token_max_kernel, (tiles, k.shape[1]), **constants, COLUMNS=columns)
         return first, second
 
@@ -194,7 +194,7 @@ def constants_of(
     if selection.precision == "fp8":
         block_d = max(block_d, 32)  # the smallest inner dimension of an fp8 matmul
     # The queries of all heads of a group fit on chip only if they are few.
-    if group_size * tile.rows * block_d * q.element_size() > KEPT_BYTES:
+    if group_size * block_d * q.element_size() > KEPT_BYTES:
         tile = tile._replace(keep_queries=False)
     num_blocks, block_size = selection.num_blocks, selection.block_size
     width = next_power_of_2(num_blocks)
