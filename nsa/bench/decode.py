@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -21,7 +20,7 @@ from nsa.bench.clock import MAX_SAMPLES, Fields, Subject, UnsupportedError, judg
 from nsa.bench.host import BUDGET
 from nsa.bench.report import Results
 from nsa.bench.rows import DENSE_DECODE
-from nsa.bench.train import model_of
+from nsa.bench.train import model_of, selected_tokens
 from nsa.cache import NSACache
 from nsa.cache.chunk import new_tokens
 from nsa.config import NSAConfig
@@ -230,7 +229,7 @@ def model_step(config: LMConfig, context: int, batch: int, device: torch.device)
         nonlocal tokens
         tokens = decoder.step(tokens).argmax(-1)
 
-    kernels = KERNELS if config.attention == "nsa" else DENSE_KERNELS
+    kernels = DENSE_KERNELS if config.attention_kind == "dense" else KERNELS
     fault = partial(missing_kernel, parts=(kernels, ()), mode="fwd")
     check = partial(check_decoder, config, device)
     return Subject(step, check, fault, lambda: {"tokens": batch}, capture=False)
@@ -240,12 +239,11 @@ def model_step(config: LMConfig, context: int, batch: int, device: torch.device)
 def check_decoder(config: LMConfig, device: torch.device) -> Fields:
     """Compare logits of a prompt and of steps after it with full passes in fp64 on the CPU.
 
-    The model has two layers and so few tokens that every block is selected: otherwise rounding
+    The model has few layers and so few tokens that every block is selected: otherwise rounding
     could decide between blocks with nearly equal scores.
     """
-    pattern = config.nsa
-    config = replace(config, num_layers=min(config.num_layers, GATE_LAYERS))
-    length = pattern.num_selected_blocks * pattern.block_size
+    config = config.sample(GATE_LAYERS)
+    length = min(map(selected_tokens, config.kinds))
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(config.vocab_size, (2, length), generator=generator)
     model = new_model(config, torch.device("cpu"))
