@@ -391,9 +391,9 @@ class RunPlan:
         yield f"  tokens      {self.tokens:,} = {factors}"
         yield f"  operations  {self.flops_per_token / 1e9:.4g} GFLOP a training token"
         for equal in self.layers if config.model.layers else ():
-            where = ", ".join(map(str, equal["layers"]))
             work, saved = equal["flops_per_token"] / 1e9, equal["saved_bytes"] / 2**10
-            yield f"  {where}: {equal['attention']}, {work:.4g} GFLOP, {saved:.4g} KiB saved, each"
+            where = f"layers {_ranges(equal['layers'])}: {equal['attention']}"
+            yield f"    {where}, {work:.4g} GFLOP and {saved:.4g} KiB saved for backward, each"
         needed = f"{footprint.needed / GIB:.2f} GiB for each process"
         least = "at least " * (not footprint.is_all)
         yield f"  memory      {least}{needed}, {footprint.peak / GIB:.2f} in tensors"
@@ -429,6 +429,13 @@ class RunPlan:
             "seconds": self.seconds,
             "cost": self.cost(price_per_gpu_hour),
         }
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers such as ``0, 2-5``."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
 
 
 def make_plan(

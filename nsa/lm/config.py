@@ -50,7 +50,7 @@ class LMConfig:
     num_layers: int = 12
     attention: Literal["nsa", "dense"] = "nsa"
     nsa: NSAConfig = field(default_factory=NSAConfig)
-    layers: dict[str, dict[str, Any]] | None = field(default=None, hash=False)
+    layers: dict[Any, dict[str, Any]] | None = field(default=None, hash=False)
     mlp: Literal["silu", "swiglu"] = "silu"
     mlp_hidden_size: int = 3072
     tie_head: bool = False
