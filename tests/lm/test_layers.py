@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from nsa.lm.flops import flops_per_token
 from nsa.lm.llama import llama_settings
 from nsa.lm.model import LanguageModel
 from nsa.plan import make_plan, step_memory
-from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.config import CheckpointingConfig, ParallelConfig, TrainConfig
+from nsa.train.distributed.processes import Processes
+from nsa.train.distributed.strategy import distribute
 from nsa.train.load import load_config, to_yaml
+from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.inspection import inspect_run, inspection_page
 from tests.lm.test_decoder import MIXED, make
@@ -174,6 +178,20 @@ def test_a_mixed_model_learns_and_resumes(tmp_path: Path) -> None:
     changed = {**options, "steps": 14, "model": {**FOUR, "layers": [*LAYERS[:3], {}]}}
     with pytest.raises(UserError, match=r"model\.layers\.3\.branches must stay"):
         resumed(tmp_path, "parts", **changed)
+
+
+def test_more_kinds_of_layers_than_graphs_of_a_function() -> None:
+    """Layers are compiled one by one, and one function has 8 graphs unless it is allowed more."""
+    layers = [{"attention": "dense", "num_heads": 2 * n + 2} for n in range(10)]
+    loss = NextTokenLoss(make(num_layers=10, layers=layers))
+    x, offsets = torch.arange(70) % 40, torch.tensor([0, 31, 70], dtype=torch.int32)
+    expected = loss(x, x, offsets, 39)
+    compiler = functools.partial(torch.compile, fullgraph=True, backend="eager")
+    strategy = distribute(loss, ParallelConfig(), Processes(), torch.device("cpu"))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        torch.testing.assert_close(strategy.training_module(compiler)(x, x, offsets, 39), expected)
+    torch.compiler.reset()
 
 
 # --- reports --------------------------------------------------------------------------------------
