@@ -197,7 +197,8 @@ def decode(
         shape: of decode.attention: seed, wide, paper or HqxHkvxDxDv
         config: of decode.model (see nsa configs)
         provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
-            dense-scan, .., reference; of models dense, dense-matched
+            dense-scan, .., reference; of models dense, dense-matched, hf (generate of transformers
+            with this library's model), transformers (with a Llama of equal size)
         points: tokens of context, with xB for B sequences (default those of the targets)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git

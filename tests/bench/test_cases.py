@@ -146,8 +146,8 @@ def test_moved_bytes_count_each_tensor_as_often_as_it_must_move(
 
 def test_recorded_selections(tmp_path: Path) -> None:
     """Sequences take turns with the layers; other heads and too few tokens are refused."""
-    at = point("recorded", seq_len=1024, batch=3, shape="4x2x16x16")
-    ids = [random_selection(replace(at, batch=1, seq_len=n, choice="random")) for n in (1100, 1100)]
+    at = point("recorded", seq_len=1600, batch=3, shape="4x2x16x16")  # of 25 blocks, 16 selected
+    ids = [random_selection(replace(at, batch=1, seq_len=n, choice="random")) for n in (1700, 1700)]
     ids[1] = ids[1].flip(2)  # the other heads'
     arrays: Any = {
         f"layer{n}": x[0].permute(1, 2, 0).numpy() for n, x in zip((0, 3), ids, strict=True)
@@ -156,11 +156,11 @@ def test_recorded_selections(tmp_path: Path) -> None:
     np.savez_compressed(path, **arrays, block_size=np.array(64))
     at = replace(at, recorded=path)
     found = prepare(CASES["attention.selected"], make_tensors(at), at, "reference").tensors
-    wanted = torch.cat((ids[0], ids[1], ids[0]))[:, :1024]
+    wanted = torch.cat((ids[0], ids[1], ids[0]))[:, :1600]
     assert torch.equal(found["block_indices"], wanted)
     assert found["block_indices"].dtype == torch.int32
     wrong: dict[str, dict[str, Any]] = {
-        "--seqs": {"seq_len": 1101},
+        "--seqs": {"seq_len": 1701},
         "--recorded": {"config": parse_shape("4x1x16x16")},
     }
     for argument, change in wrong.items():
