@@ -165,8 +165,12 @@ def step_memory(config: TrainConfig) -> Footprint:
 
 def of_layers(config: TrainConfig) -> list[TrainConfig]:
     """The run with a model whose layers are all like a layer, for each layer."""
-    runs = {kind: replace(config, model=kind) for kind in config.model.kinds}
-    return [runs[config.model.layer(index)] for index in range(config.model.num_layers)]
+    runs = [config] * config.model.num_layers
+    for kind, indices in config.model.kinds.items():
+        run = replace(config, model=kind)
+        for index in indices:
+            runs[index] = run
+    return runs
 
 
 @lru_cache

@@ -37,9 +37,8 @@ def dense_of_equal_size(config: LMConfig) -> LMConfig:
         config: the model; its ``attention`` is ignored unless it has ``layers``.
     """
     dense = replace(config, attention="dense", layers=None)
-    target = parameters_by_part(config if config.layers else replace(config, attention="nsa"))[
-        "total"
-    ]
+    sparse = config if config.layers else replace(config, attention="nsa")
+    target = parameters_by_part(sparse)["total"]
     missing = target - parameters_by_part(dense)["total"]
     matrices = 3 if config.mlp == "swiglu" else 2
     hidden = config.mlp_hidden_size + missing / (matrices * config.width * config.num_layers)

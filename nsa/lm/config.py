@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -122,7 +123,7 @@ class LMConfig:
         one = self._changed(self._entry(index)[1])
         return replace(one, nsa=one.nsa.for_layer(index))
 
-    @property
+    @functools.cached_property
     def kinds(self) -> dict[LMConfig, list[int]]:
         """Indices of equal layers, by :meth:`layer`."""
         found = dict[LMConfig, list[int]]()

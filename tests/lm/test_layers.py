@@ -28,7 +28,13 @@ from nsa.train.distributed.strategy import distribute
 from nsa.train.load import load_config, to_yaml
 from nsa.train.loss import NextTokenLoss
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.inspection import inspect_run, inspection_page
+from nsa.train.runs.inspection import (
+    check_selects,
+    heat_maps,
+    inspect_run,
+    inspection_page,
+    selection_lines,
+)
 from tests.lm.test_decoder import MIXED, make
 from tests.train.cases import new_trainer, resumed, stored_tensors, tiny_config
 from tests.train.runs.test_report import Page
@@ -206,6 +212,11 @@ def test_inspection_shows_the_sparse_layers(tmp_path: Path) -> None:
     ]
     assert [line.split(":")[0] for line in found.lines()][1:] == ["layer 0", "layer 2", "layer 3"]
     assert "Selected blocks" in Page(inspection_page(found)).shown
+    assert [line.split("|")[0] for line in selection_lines(found.layers)][1:] == [
+        *("layer  0 ", "layer  2 ")
+    ]
+    assert [x.get_title() for x in heat_maps(found.layers).axes[:2]] == ["layer 0", "layer 2"]
+    check_selects("--show-selection", trainer.config.model)
     found.record(tmp_path / "blocks.npz")
     with np.load(tmp_path / "blocks.npz") as blocks:
         assert {*blocks} == {"layer0", "layer2", "block_size"}
@@ -214,6 +225,8 @@ def test_inspection_shows_the_sparse_layers(tmp_path: Path) -> None:
     dense.run()
     with pytest.raises(UserError, match="RUN must be a run of a model with attention nsa"):
         inspect_run(dense.run_folder)
+    with pytest.raises(UserError, match="--show-selection must be left out"):
+        check_selects("--show-selection", dense.config.model)
 
 
 LAYERS_0_6_7 = "{0: {attention: dense}, 6-7: {attention: dense}}"
