@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,6 +144,8 @@ def recorded_selection(point: Point) -> Tensor:
 
     Each sequence has those of the next layer. Queries do not depend on what follows them.
     """
+    import numpy as np  # not of the core, whose `nsa doctor` reads shapes from here
+
     config, path, hint = point.config, point.recorded, "nsa inspect RUN --record makes one."
     assert path is not None
     try:

@@ -240,6 +240,10 @@ def _speed(shape: str, seq_len: int, dtype: str) -> Lines:
     if not torch.cuda.is_available():
         yield "not measured: no GPU"
         return
+    if absent := missing("bench"):
+        command = install_command("bench")
+        yield f"not measured: without {', '.join(absent)}. Install with: {command}"
+        return
     lengths, config = [SHORTEST], parse_shape(shape)
     while 2 * lengths[-1] <= seq_len:
         lengths.append(2 * lengths[-1])

@@ -110,6 +110,9 @@ def test_the_length_from_which_it_is_faster(monkeypatch, refused, dense):
     monkeypatch.setattr(doctor, "attention_ms", lambda *_: None)
     first = next(iter(doctor._speed("seed", 64, "fp32")))
     assert first == "forward: not faster (dense attention did not run)"
+    monkeypatch.setattr(doctor, "missing", lambda extra: ["PyYAML"])
+    (line,) = doctor._speed("seed", 64, "fp32")
+    assert line.startswith("not measured: without PyYAML. Install with: pip install ")
 
 
 def test_time_of_attention(monkeypatch):
