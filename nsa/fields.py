@@ -19,7 +19,7 @@ def settle(config: Any) -> None:
 
     Lists become tuples, mappings become dataclasses, integers become floats where these are
     declared. Declared types are bool, int, float (finite), str, string literals, tuples and
-    dataclasses, each with or without None.
+    dataclasses, each with or without None. Dictionaries are left to the class.
 
     Raises:
         ValueError: naming the class, the field, the type and the value.
@@ -54,6 +54,8 @@ def _settled(value: Any, hint: Any, owner: str, name: str) -> Any:
     if type(None) in parts:
         (hint,) = (part for part in parts if part is not type(None))
         return None if value is None else _settled(value, hint, owner, name)
+    if kind is dict:
+        return value
     if kind is Literal:
         words = f"{', '.join(parts[:-1])} or {parts[-1]}"
         if not isinstance(value, str) or value not in parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -152,7 +152,8 @@ def step_memory(config: TrainConfig) -> Footprint:
     The peak is in the backward pass of a layer or of the loss, or in the optimizer's step.
     """
     state, common = _state(config), _in_backward(config)
-    moments = [common + _activations(config, at) for at in range(config.model.num_layers + 1)]
+    layers = of_layers(config)
+    moments = [common + _activations(config, layers, at) for at in range(len(layers) + 1)]
     update = Counter({GRADIENTS: state[WEIGHTS]})
     if config.optim.name == "muon":
         update[UPDATE] = BYTES_PER_UPDATED * _updated_together(config.model)
@@ -160,6 +161,16 @@ def step_memory(config: TrainConfig) -> Footprint:
     # Workspaces of the main thread, of autograd's thread, and of a capture.
     cublas = (3 if config.cuda_graphs else 2) * WORKSPACE_BYTES
     return Footprint({**state, **most, "cuBLAS": cublas})
+
+
+def of_layers(config: TrainConfig) -> list[TrainConfig]:
+    """The run with a model whose layers are all like a layer, for each layer."""
+    runs = [config] * config.model.num_layers
+    for kind, indices in config.model.kinds.items():
+        run = replace(config, model=kind)
+        for index in indices:
+            runs[index] = run
+    return runs
 
 
 @lru_cache
@@ -178,8 +189,8 @@ def _state(config: TrainConfig) -> dict[str, int]:
 
 def _updated_together(model: LMConfig) -> int:
     """Elements of the largest batch of matrices that Muon multiplies, at most."""
-    pattern = model.nsa
-    heads = pattern.num_heads * max(pattern.head_dim, pattern.value_dim)
+    patterns = [kind.nsa for kind in model.kinds]
+    heads = max(x.num_heads * max(x.head_dim, x.value_dim) for x in patterns)
     alone = model.width * max(model.mlp_hidden_size, heads)
     return max(alone, min(BATCH_ELEMENTS, _parameters(model)[0]))
 
@@ -208,27 +219,29 @@ def _in_backward(config: TrainConfig) -> Counter[str]:
     return found
 
 
-def _activations(config: TrainConfig, layer: int) -> Counter[str]:
+def _activations(config: TrainConfig, layers: Sequence[TrainConfig], layer: int) -> Counter[str]:
     """Activations while a layer runs backward, when the layers above it are done.
 
     Args:
         config: the run.
+        layers: see :func:`of_layers`.
         layer: index of the layer; the number of layers means the loss, which is first.
     """
     model, tokens = config.model, config.micro_batch * config.seq_len
     found, logits = Counter[str](), 0  # bytes per token
     for below in range(layer):
-        found.update(saved_bytes(config, config.checkpointing.keeps(below)))
+        found.update(saved_bytes(layers[below], config.checkpointing.keeps(below)))
     if layer == model.num_layers:
         found[STREAM] += (4 + _element(config)) * model.width  # the last norm's
         chunk = min(config.loss_chunk or tokens, tokens)
         logits = (BYTES_PER_LOGIT * chunk + 4 * model.width) * model.vocab_size  # and dW
     else:
-        whole = saved_bytes(config, "everything")  # from the forward pass or recomputed
+        one = layers[layer]
+        whole = saved_bytes(one, "everything")  # from the forward pass or recomputed
         found.update(whole)
         # The gradient of the residual stream; then gradients inside the MLP, or those of attention,
         # which are allocated when the MLP's tensors have been freed.
-        attention = attention_backward_bytes(config) - whole[MLP]
+        attention = attention_backward_bytes(one) - whole[MLP]
         found["gradients inside a layer"] = 4 * model.width + max(whole[MLP] // 2, attention)
     sizes = {part: size * tokens for part, size in found.items()}
     return Counter({**sizes, "logits and head": logits})
@@ -238,7 +251,7 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
     """Bytes per token that a layer saves for its backward pass, by part.
 
     Args:
-        config: the run.
+        config: the run, from :func:`of_layers`.
         keeps: tensors that are not recomputed.
     """
     model, pattern, element = config.model, config.model.nsa, _element(config)
@@ -272,6 +285,7 @@ def attention_backward_bytes(config: TrainConfig) -> int:
 
     These are gradients of its output and inputs, and scratch memory: sums of dk and dv in fp32 and
     four rows of dq per query for NSA; dq in fp32 and dk and dv per query head for dense attention.
+    ``config`` is from :func:`of_layers`.
     """
     pattern = config.model.nsa
     keys = 7 if config.model.attention == "nsa" else 1
@@ -344,6 +358,25 @@ class RunPlan:
         forward = evaluations * config.eval_windows * config.seq_len / 3
         return (self.tokens + forward) / self.tokens_per_s
 
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Equal layers: their indices, attention, and needs of one of them for a training token."""
+        model, equal = self.config.model, dict[tuple[LMConfig, Keeps], list[int]]()
+        for kind, indices in model.kinds.items():
+            for n in indices:
+                equal.setdefault((kind, self.config.checkpointing.keeps(n)), []).append(n)
+        found = []
+        for (kind, keeps), indices in equal.items():
+            run, sizes = (
+                replace(self.config, model=kind),
+                [replace(kind, num_layers=n) for n in (1, 2)],
+            )
+            one, two = (flops_per_token(size, run.seq_len) for size in sizes)
+            saved = sum(saved_bytes(run, keeps).values())
+            needs = {"flops_per_token": two - one, "saved_bytes": saved}
+            found.append({"layers": indices, "attention": kind.attention, **needs})
+        return found
+
     def cost(self, price_per_gpu_hour: float | None) -> float | None:
         """Price of all GPUs together, in the currency of ``price_per_gpu_hour``."""
         if self.seconds is None or price_per_gpu_hour is None:
@@ -361,6 +394,10 @@ class RunPlan:
         factors = f"{config.steps:,} steps x {config.global_batch} sequences x {config.seq_len:,}"
         yield f"  tokens      {self.tokens:,} = {factors}"
         yield f"  operations  {self.flops_per_token / 1e9:.4g} GFLOP a training token"
+        for equal in self.layers if config.model.layers else ():
+            work, saved = equal["flops_per_token"] / 1e9, equal["saved_bytes"] / 2**10
+            where = f"layers {_ranges(equal['layers'])}: {equal['attention']}"
+            yield f"    {where}, {work:.4g} GFLOP and {saved:.4g} KiB saved for backward, each"
         needed = f"{footprint.needed / GIB:.2f} GiB for each process"
         least = "at least " * (not footprint.is_all)
         yield f"  memory      {least}{needed}, {footprint.peak / GIB:.2f} in tensors"
@@ -388,6 +425,7 @@ class RunPlan:
             "parameters": self.parameters,
             "tokens": self.tokens,
             "flops_per_token": self.flops_per_token,
+            "layers": self.layers,
             "memory_bytes": sizes,
             "memory_is_all": footprint.is_all,
             "tokens_per_s": self.tokens_per_s,
@@ -395,6 +433,13 @@ class RunPlan:
             "seconds": self.seconds,
             "cost": self.cost(price_per_gpu_hour),
         }
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers such as ``0, 2-5``."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
 
 
 def make_plan(
@@ -451,7 +496,7 @@ def expected_speed(
 
 def _nearest(rows: Iterable[Row], config: TrainConfig, parameters: int, gpu: Gpu) -> Row | None:
     """The row of this GPU, precision and attention that is most similar to a step of the run."""
-    kind = ("train", "fwd_bwd", gpu.name, DTYPES[config.compute_dtype], config.model.attention)
+    kind = ("train", "fwd_bwd", gpu.name, DTYPES[config.compute_dtype], config.model.attention_kind)
     wanted = {
         "parameters": parameters,
         "compile": config.compile,

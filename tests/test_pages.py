@@ -100,9 +100,9 @@ class Driven:
         assert cache.num_free_pages == NUM_PAGES - len(uses)
         assert cache.lengths == [len(text) for text in self.texts]
         assert cache._written == self.written
-        for lengths, table in cache._on_devices.values():
+        for lengths, tables in cache._on_devices.values():
             assert lengths.tolist() == cache.lengths
-            for row, held in zip(table.tolist(), pages.held, strict=True):
+            for row, held in zip(tables[PAGE].tolist(), pages.held, strict=True):
                 assert row[: len(held)] == held
 
     def missing_pages(self, counts: Sequence[int]) -> int:
@@ -144,7 +144,7 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
 
     def state() -> object:
         pages, tensors = cache._pages, cache.layers[0].tensors
-        tables = [x.table.tolist() for x in cache._on_devices.values()]
+        tables = [x.tables[PAGE].tolist() for x in cache._on_devices.values()]
         memory = [x.tolist() for x in tensors or () if x is not None]
         lists = (cache._lengths, cache._written, pages.held, pages.uses, pages._free)
         return copy.deepcopy((lists, tables, memory))

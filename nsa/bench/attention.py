@@ -28,7 +28,7 @@ from nsa.bench.cases import (
     Tensors,
     make_tensors,
     prepare,
-    useful_flops,
+    useful_work,
 )
 from nsa.bench.clock import Fields, Subject, UnsupportedError, measure, time_call
 from nsa.bench.gate import Gate, approximates
@@ -50,28 +50,30 @@ class Work:
     """One computation, prepared for repeated calls.
 
     Attributes:
-        forward: computes the output.
+        forward: computes the output, or a tuple of outputs.
         leaves: tensors whose gradients are computed, by name; empty without a backward pass.
-        dout: gradient of the output.
+        douts: gradients of the outputs, by name of the output.
         make: the part of the forward pass that prepares a selection, if it is separate.
         attend: the rest of the forward pass.
     """
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Any]
     leaves: Tensors
-    dout: Tensor
+    douts: Tensors
     make: Callable[[], Any] | None = None
     attend: Callable[[Any], Tensor] | None = None
 
     def run(self) -> Tensors:
-        """Compute ``out``, and the gradients by ``d`` and the name of the leaf."""
-        if not self.leaves:
-            with torch.no_grad():
-                return {"out": self.forward()}
-        out = self.forward()
-        gradients = torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
-        named = zip(self.leaves, gradients, strict=True)
-        return {"out": out, **{f"d{name}": gradient for name, gradient in named}}
+        """Compute the outputs, and the gradients by ``d`` and the name of the leaf."""
+        with torch.set_grad_enabled(bool(self.leaves)):
+            out = self.forward()
+        outs = out if isinstance(out, tuple) else (out,)
+        found = dict(zip(self.douts, outs, strict=True))
+        if self.leaves:
+            given = tuple(self.leaves.values()), tuple(self.douts.values())
+            gradients = torch.autograd.grad(outs, *given)
+            found |= zip((f"d{name}" for name in self.leaves), gradients, strict=True)
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,13 @@ class Provider:
         # FlexAttention on a CPU refuses inputs with gradients.
         needs_grad = mode == "fwd_bwd"
         inputs = {name: tensors[name].detach().requires_grad_(needs_grad) for name in names}
-        leaves, dout = inputs if needs_grad else {}, tensors["dout"]
+        leaves = inputs if needs_grad else {}
+        douts = {name: tensors[f"d{name}"] for name in case.outputs}
         if self.consume is not None:
             torch.compiler.reset()  # compile each point separately, with static shapes
             make = partial(self.consume[0], tensors["block_indices"], config)
             attend = partial(self.consume[1], *inputs.values(), config)
-            return Work(lambda: attend(make()), leaves, dout, make, attend)
+            return Work(lambda: attend(make()), leaves, douts, make, attend)
         compiles = self.attend is None and kernels_run_on_cpu()
         on_gpu = problem.point.device.type == "cuda"
         if not (on_gpu or compiles or self.backend == "reference"):
@@ -126,9 +129,9 @@ class Provider:
         if self.attend is not None:
             q, k, v = (x.transpose(1, 2) for x in inputs.values())
             dense = self.attend(problem)
-            return Work(lambda: dense(q, k, v).transpose(1, 2), leaves, dout)
+            return Work(lambda: dense(q, k, v).transpose(1, 2), leaves, douts)
         call = partial(case.call, {**tensors, **inputs}, config, self.backend)
-        return Work(call, leaves, dout)
+        return Work(call, leaves, douts)
 
     def fault(self, kernels: Sequence[str], case: Case, mode: str) -> str | None:
         """Reason why the profiled kernels are not the provider's, or None."""
@@ -299,7 +302,7 @@ def _subject(provider: Provider, gate: Gate, mode: str) -> Subject:
     problem, work = gate.problem, provider.work(gate.problem, mode)
     case, point = problem.case, problem.point
     dense = case.name == "attention" and provider.attend is not None
-    flops = partial(useful_flops, problem, mode, dense=dense)
+    tokens = {"tokens": point.tokens} if work.make else {}
 
     def extra() -> Fields:
         if case.name == "attention.choice" and approximates(point.config):
@@ -315,7 +318,7 @@ def _subject(provider: Provider, gate: Gate, mode: str) -> Subject:
         work.run,
         lambda: gate.check(work.run(), dense=dense, backend=provider.backend),
         partial(provider.fault, case=case, mode=mode),
-        lambda: {"flops": flops(), "tokens": point.tokens} if work.make else {"flops": flops()},
+        lambda: useful_work(problem, mode, dense=dense) | tokens,
         capture=provider.backend != "reference",
         extra=extra,
     )

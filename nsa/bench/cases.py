@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
 from nsa.attention import native_sparse_attention
 from nsa.config import NSAConfig
-from nsa.errors import check
+from nsa.errors import check, fail
 from nsa.ops._sequences import Sequences, pack
+from nsa.ops.combination import combine
 from nsa.ops.compression import Raw, run_compress
 from nsa.ops.range import compressed_attention, window_attention
 from nsa.ops.selected import selected_attention
@@ -23,10 +26,11 @@ from nsa.rope import Rope
 from nsa.testing import make_inputs
 
 Tensors = dict[str, Tensor]
-Call = Callable[[Tensors, NSAConfig, str], Tensor]
+Call = Callable[[Tensors, NSAConfig, str], Any]
 MODES = ("fwd", "fwd_bwd")
-# Number of neighbouring queries with the same selection, by value of the field `choice`.
-CHOICES = {"random": 1, "shared4": 4, "shared16": 16}
+# Number of neighbouring queries with the same selection, by value of the field `choice`; those of a
+# trained model are read from a file.
+CHOICES = {"random": 1, "shared4": 4, "shared16": 16, "recorded": 1}
 # Noise relative to the common direction of queries that share a selection, so that they differ but
 # select (nearly) the same blocks.
 OWN_NOISE = 0.03
@@ -64,6 +68,7 @@ class Point:
         choice: a key of ``CHOICES``.
         dtype: dtype of all float tensors.
         device: the measured device.
+        recorded: file of ``nsa inspect --record``, for choice ``recorded``.
     """
 
     shape: str
@@ -73,6 +78,7 @@ class Point:
     choice: str
     dtype: torch.dtype
     device: torch.device
+    recorded: Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -133,6 +139,32 @@ def random_selection(point: Point) -> Tensor:
     return chosen.repeat_interleave(group, dim=1)[:, : point.seq_len].contiguous()
 
 
+def recorded_selection(point: Point) -> Tensor:
+    """Block indices that a model has selected, int32 ``[B, S, Hkv, n]``.
+
+    Each sequence has those of the next layer. Queries do not depend on what follows them.
+    """
+    import numpy as np  # not of the core, whose `nsa doctor` reads shapes from here
+
+    config, path, hint = point.config, point.recorded, "nsa inspect RUN --record makes one."
+    assert path is not None
+    try:
+        with np.load(path) as arrays:
+            size = arrays["block_size"].tolist()
+            layers = [arrays[name] for name in arrays if name != "block_size"]
+        num_kv_heads, n, length = layers[0].shape
+    except (BadZipFile, OSError, LookupError, ValueError):
+        fail("--recorded", "be a file of recorded selections", path, hint)
+    wanted = (config.num_kv_heads, config.num_selected_blocks, config.block_size)
+    rule = f"have {wanted} KV heads, blocks of a query and tokens of a block"
+    check((num_kv_heads, n, size) == wanted, "--recorded", rule, (num_kv_heads, n, size))
+    rule = f"be at most the {length:,} recorded tokens"
+    check(point.seq_len <= length, "--seqs", rule, point.seq_len)
+    parts = [layers[b % len(layers)][..., : point.seq_len] for b in range(point.batch)]
+    found = torch.from_numpy(np.stack(parts)).permute(0, 3, 1, 2).contiguous()
+    return found.to(point.device)
+
+
 # --- Operators
 @dataclass(frozen=True)
 class Case:
@@ -141,14 +173,16 @@ class Case:
     Attributes:
         name: name in rows.
         inputs: names of the inputs with gradients; empty if there is no backward pass.
-        call: ``(tensors, config, backend) -> output``.
+        call: ``(tensors, config, backend) -> output``, or a tuple of outputs.
         kernels: name prefixes of its kernels, forward and backward.
+        outputs: names of the outputs.
     """
 
     name: str
     inputs: tuple[str, ...]
     call: Call
     kernels: tuple[tuple[str, ...], tuple[str, ...]]
+    outputs: tuple[str, ...] = ("out",)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -160,6 +194,15 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     call: Callable[..., Tensor] = native_sparse_attention
     inputs = (x[name] for name in WHOLE_INPUTS)
     return call(*inputs, None, config, rope=Rope.from_config(config), backend=backend)
+
+
+def _compress(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
+    """Compressed rotated keys, and compressed values."""
+    k, v = (x[name] for name in _RAW)
+    batch, length = k.shape[:2]
+    sequences = Sequences(None, batch, length, length, k.device, (batch, length))
+    raw = [Raw(pack(k), None, Rope.from_config(config)), Raw(pack(v), None, None)]
+    return tuple(run_compress(raw, config, sequences, backend))
 
 
 def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
@@ -179,6 +222,14 @@ def _window(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     return window_attention(x["q"], x["k_win"], x["v_win"], config, backend=backend)[0]
 
 
+def _combine(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
+    return combine(x["out_cmp"], x["out_slc"], x["out_win"], x["gates"], backend=backend)
+
+
+_RAW, _CMP = ("k_cmp_raw", "v_cmp_raw"), ("k_cmp", "v_cmp")
+_OUTS = ("out_cmp", "out_slc", "out_win")
+_COMPRESS = (("compress_fwd",), ("compress_dx",))
+_COMBINE = (("combine_fwd",), ("combine_bwd",))
 _RANGE = (("range_fwd",), ("range_dq", "range_dkv"))
 _WHOLE = (
     ("compress_fwd", "range_fwd", "select_", "selected_", "combine_fwd"),
@@ -187,10 +238,12 @@ _WHOLE = (
 _SELECTED = (("selected_",), ("selected_",))
 _CASES = (
     Case("attention", WHOLE_INPUTS, _attention, _WHOLE),
-    Case("attention.compressed", ("q", "k_cmp", "v_cmp"), lambda *x: _compressed(*x)[0], _RANGE),
+    Case("attention.compress", _RAW, _compress, _COMPRESS, _CMP),
+    Case("attention.compressed", ("q", *_CMP), lambda *x: _compressed(*x)[0], _RANGE),
     Case("attention.choice", (), _select, (("select_",), ())),
     Case("attention.selected", ("q", "k_slc", "v_slc"), _selected, _SELECTED),
     Case("attention.window", ("q", "k_win", "v_win"), _window, _RANGE),
+    Case("attention.combine", (*_OUTS, "gates"), _combine, _COMBINE),
 )
 CASES = {case.name: case for case in _CASES}
 
@@ -202,7 +255,7 @@ class Problem:
     Attributes:
         case: the operator.
         point: pattern, lengths, dtype and device.
-        tensors: the inputs, and the gradient ``dout`` of the output.
+        tensors: the inputs, and the gradient of each output, such as ``dout``.
     """
 
     case: Case
@@ -221,16 +274,20 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
     """
     tensors, config = dict(base), point.config
     if case.name == "attention.selected":
-        tensors["block_indices"] = random_selection(point)
+        is_recorded = point.choice == "recorded"
+        select = recorded_selection if is_recorded else random_selection
+        tensors["block_indices"] = select(point)
     if case.name in ("attention.compressed", "attention.choice"):
-        k, v = base["k_cmp_raw"], base["v_cmp_raw"]
-        batch, length = k.shape[:2]
-        sequences = Sequences(None, batch, length, length, k.device, (batch, length))
-        raw = [Raw(pack(k), None, Rope.from_config(config)), Raw(pack(v), None, None)]
         with torch.no_grad():
-            k, v = run_compress(raw, config, sequences, backend)
-            tensors |= {"k_cmp": k, "v_cmp": v}
+            tensors |= zip(_CMP, _compress(tensors, config, backend), strict=True)
             tensors["lse"] = _compressed(tensors, config, backend)[1]
+    if case.name == "attention.compress":
+        rows = point.tokens // config.compress_stride
+        for seed, name, size in ((3, "dk_cmp", config.head_dim), (4, "dv_cmp", config.value_dim)):
+            tensors[name] = normal((rows, config.num_kv_heads, size), point, seed)
+    if case.name == "attention.combine":
+        for seed, name in enumerate(_OUTS, start=5):
+            tensors[name] = normal(tuple(base["dout"].shape), point, seed)
     return Problem(case, point, tensors)
 
 
@@ -267,13 +324,16 @@ def selected_counts(t: Tensor, config: NSAConfig) -> Tensor:
     return n
 
 
-def useful_flops(problem: Problem, mode: str, *, dense: bool = False) -> int:
-    """Count the useful operations of a case.
+def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str, int]:
+    """Count the useful operations (``flops``) of a case, or ``bytes`` if it only moves data.
 
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
     ``6 D + 4 Dv`` more backward. Whole attention is the sum of its three branches; selection counts
-    one product with every visible compressed key.
+    one product with every visible compressed key. Bytes are each input and output once; a backward
+    pass adds their gradients, and the inputs again if it needs them.
     """
+    if problem.case.name in ("attention.compress", "attention.combine"):
+        return {"bytes": _moved_bytes(problem, mode)}
     name, config = problem.case.name, problem.point.config
     size, value_size = config.head_dim, config.value_dim
     operations = 2 * size + 2 * value_size
@@ -287,4 +347,12 @@ def useful_flops(problem: Problem, mode: str, *, dense: bool = False) -> int:
     if dense:
         counted = ("dense",)
     number = sum(pairs(each, problem.point.seq_len, config) for each in counted)
-    return number * problem.point.batch * config.num_heads * operations
+    return {"flops": number * problem.point.batch * config.num_heads * operations}
+
+
+def _moved_bytes(problem: Problem, mode: str) -> int:
+    case, x = problem.case, problem.tensors
+    inputs = sum(x[name].nbytes for name in case.inputs)
+    moved = inputs + sum(x[f"d{name}"].nbytes for name in case.outputs)
+    again = inputs if case.name == "attention.combine" else 0
+    return moved + (moved + again if mode == "fwd_bwd" else 0)

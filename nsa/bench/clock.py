@@ -232,7 +232,7 @@ class Subject:
         call: the call.
         check: compares its result with fp64 and returns a :func:`verdict`.
         fault: returns the reason why the profiled kernels are not the provider's, or None.
-        work: useful ``flops``, counted bytes ``read``, or ``tokens`` per call.
+        work: useful ``flops``, moved ``bytes``, counted bytes ``read``, or ``tokens`` per call.
         time: times the call; None means :func:`time_call`.
         capture: see :func:`time_call`.
         extra: additional fields of the row.
@@ -283,6 +283,8 @@ def _rates(work: dict[str, int], ms: float) -> Fields:
     found: Fields = {}
     if "flops" in work:
         found["tflops_useful"] = work["flops"] / ms / 1e9
+    if "bytes" in work:
+        found["tbps_useful"] = work["bytes"] / ms / 1e9
     if "read" in work:
         found |= {"mib_read": work["read"] / 2**20, "tbps_useful": work["read"] / ms / 1e9}
     if "tokens" in work:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -17,29 +18,44 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa.attention import AttentionInputs
 from nsa.bench.attention import missing_kernel
 from nsa.bench.cases import Point, normal
-from nsa.bench.clock import MAX_SAMPLES, Fields, Subject, UnsupportedError, judge, measure
+from nsa.bench.clock import (
+    MAX_SAMPLES,
+    Fields,
+    Subject,
+    Timing,
+    UnsupportedError,
+    judge,
+    measure,
+    percentiles,
+    synchronize,
+)
 from nsa.bench.host import BUDGET
 from nsa.bench.report import Results
 from nsa.bench.rows import DENSE_DECODE
-from nsa.bench.train import model_of
+from nsa.bench.train import model_of, selected_tokens
 from nsa.cache import NSACache
 from nsa.cache.chunk import new_tokens
 from nsa.config import NSAConfig
+from nsa.extras import install_command, missing
 from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
 from nsa.lm.dense_attention import dense_pattern
+from nsa.lm.llama import llama_settings
 from nsa.lm.model import LanguageModel
 from nsa.ops._backend import kernels_run_on_cpu
 from nsa.ops._sequences import Sequences
 from nsa.rope import Rope
 from nsa.testing import assert_within_budget, make_inputs
+from nsa.testing.budget import CEILING
 from nsa.testing.decode import fill_cache, reference_step
 from nsa.train.config import TrainConfig
 
 CASES = ("decode.attention", "decode.model")
 ATTENTION = ("nsa", *DENSE_DECODE, "reference")
-MODELS = ("nsa", "dense", "dense-matched")
+# Models; the last two are generated with by transformers: this library's and a Llama of equal size.
+MODELS = ("nsa", "dense", "dense-matched", "hf", "transformers")
 PROVIDERS = tuple(dict.fromkeys((*ATTENTION, *MODELS)))
+_FOREIGN = (*DENSE_DECODE[:-1], "transformers")
 # Default context lengths and numbers of sequences.
 POINTS = {
     CASES[0]: ((65_536, 32), (16_384, 128)),
@@ -47,6 +63,7 @@ POINTS = {
 }
 DTYPE = torch.bfloat16  # weights, products, attention and residual stream
 GATE_LAYERS, GATE_STEPS = 2, 3  # on a GPU the third step replays the CUDA graph of the second
+LONGEST_PROMPT = 65_536  # tokens that generate() computes before its steps
 OTHER_STEPS = 10  # warm-up, profile and peak memory
 # Backends of SDPA, and a part of the names of their kernels.
 _SDPA = {
@@ -93,7 +110,9 @@ def bench_decode(
             if case == CASES[1]:
                 row |= {"shape": name, "choice": "model"}
                 make = partial(model_step, model_of(config, each).model, length, batch, device)
-            found = measure(make, device, is_ours=each not in DENSE_DECODE[:-1])
+            if each in MODELS[3:]:
+                make = partial(generate_step, each, config, length, batch, device)
+            found = measure(make, device, is_ours=each not in _FOREIGN)
             results.add(**row, case=case, provider=each, mode="step", **found)
 
 
@@ -230,7 +249,7 @@ def model_step(config: LMConfig, context: int, batch: int, device: torch.device)
         nonlocal tokens
         tokens = decoder.step(tokens).argmax(-1)
 
-    kernels = KERNELS if config.attention == "nsa" else DENSE_KERNELS
+    kernels = DENSE_KERNELS if config.attention_kind == "dense" else KERNELS
     fault = partial(missing_kernel, parts=(kernels, ()), mode="fwd")
     check = partial(check_decoder, config, device)
     return Subject(step, check, fault, lambda: {"tokens": batch}, capture=False)
@@ -240,12 +259,11 @@ def model_step(config: LMConfig, context: int, batch: int, device: torch.device)
 def check_decoder(config: LMConfig, device: torch.device) -> Fields:
     """Compare logits of a prompt and of steps after it with full passes in fp64 on the CPU.
 
-    The model has two layers and so few tokens that every block is selected: otherwise rounding
+    The model has few layers and so few tokens that every block is selected: otherwise rounding
     could decide between blocks with nearly equal scores.
     """
-    pattern = config.nsa
-    config = replace(config, num_layers=min(config.num_layers, GATE_LAYERS))
-    length = pattern.num_selected_blocks * pattern.block_size
+    config = config.sample(GATE_LAYERS)
+    length = min(map(selected_tokens, config.kinds))
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(config.vocab_size, (2, length), generator=generator)
     model = new_model(config, torch.device("cpu"))
@@ -264,3 +282,72 @@ def check_decoder(config: LMConfig, device: torch.device) -> Fields:
         return {"logits": assert_within_budget(logits, plain, exact, "logits", BUDGET).total}
 
     return judge(compare)
+
+
+# --- generate() of transformers
+def new_generator(name: str, config: TrainConfig, most: int) -> Any:
+    """Make a transformers model with random weights for ``most`` tokens, see ``MODELS``."""
+    if name == "hf":
+        from nsa.hf import NSAForCausalLM, NSALMConfig
+
+        model = model_of(config, "nsa").model
+        return NSAForCausalLM(NSALMConfig.of(model, max_position_embeddings=most))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dense = model_of(config, "dense").model
+    matrices = 3 if dense.mlp == "swiglu" else 2  # Llama's MLP has three
+    dense = replace(dense, mlp="swiglu", mlp_hidden_size=dense.mlp_hidden_size * matrices // 3)
+    return LlamaForCausalLM(LlamaConfig(**llama_settings(dense), max_position_embeddings=most))
+
+
+def generate_step(
+    name: str, config: TrainConfig, context: int, batch: int, device: torch.device
+) -> Subject:
+    """Prepare ``generate`` with a static cache, whose steps are timed one by one.
+
+    The logits of the last step are compared with a full pass of the same model.
+
+    Raises:
+        UnsupportedError: transformers is not installed, or the prompt would take minutes.
+    """
+    if missing("hf"):
+        raise UnsupportedError(f"transformers is not installed: {install_command('hf')}")
+    if context * batch > LONGEST_PROMPT:
+        raise UnsupportedError(f"measured with at most {LONGEST_PROMPT:,} tokens of prompts")
+    torch.manual_seed(0)
+    model = new_generator(name, config, context + MAX_SAMPLES + 1).to(device, DTYPE).eval()
+    prompt = torch.randint(1, config.model.vocab_size, (batch, context), device=device)
+    marks, last = list[float](), list[Tensor]()
+
+    def note(ids: Tensor, logits: Tensor) -> Tensor:
+        synchronize(device)
+        marks.append(1000 * time.perf_counter())
+        last[:] = [logits.clone()]
+        return logits
+
+    def call() -> Tensor:
+        marks.clear()
+        ids: Tensor = model.generate(
+            prompt,
+            do_sample=False,
+            cache_implementation="static",  # compiles Llama's steps on a GPU
+            eos_token_id=None,
+            pad_token_id=0,
+            attention_mask=torch.ones_like(prompt),
+            logits_processor=[note],
+            max_new_tokens=MAX_SAMPLES + 1,
+        )
+        return ids
+
+    @torch.no_grad()
+    def compare() -> dict[str, float]:
+        call()  # compiles
+        exact = model(call()[:, :-1], logits_to_keep=1).logits[:, -1].float()
+        error = float((last[0].float() - exact).norm() / exact.norm())
+        assert error <= CEILING[DTYPE], f"logits: error {error:.3g}"
+        return {"logits": error}
+
+    def timing() -> Timing:
+        return percentiles([b - a for a, b in pairwise(marks)], 1, "generate, static cache")
+
+    return Subject(call, lambda: judge(compare), work=lambda: {"tokens": batch}, time=timing)

@@ -122,6 +122,10 @@ class Gate:
             whole = {**x, "block_indices": self._block_indices.flatten(0, 1)}
             phi = Phi(rope=Rope.from_config(config))
             return sampled_values(case, whole, sample, config, dtype, phi)
+        if case == "attention.combine":
+            return self._combined(dtype)
+        if case == "attention.compress":
+            return self._compressed(dtype)
         name, branch = _BRANCHES.get(case, "slc"), _BRANCHES.get(case, "win")
         if case == "dense":  # a window as long as the sequence
             seq_len = self.problem.point.seq_len
@@ -134,6 +138,25 @@ class Gate:
             given["block_indices"] = x["block_indices"]
         values = sampled_values(branch, given, sample._replace(keys=keys), config, dtype)
         return {f"{key}_{name}" if key in ("dk", "dv") else key: y for key, y in values.items()}
+
+    def _combined(self, dtype: torch.dtype) -> Values:
+        """Values of the gated sum, whose rows are independent."""
+        case, x, rows = self.problem.case, self._packed, self.queries
+        leaves = {name: x[name][rows].to(dtype).requires_grad_() for name in case.inputs}
+        out = case.call(leaves, self.problem.point.config, "reference")
+        gradients = torch.autograd.grad(out, tuple(leaves.values()), x["dout"][rows].to(dtype))
+        found = {"out": (rows, out.detach())}
+        return found | {f"d{name}": (rows, y) for name, y in zip(leaves, gradients, strict=True)}
+
+    def _compressed(self, dtype: torch.dtype) -> Values:
+        """Values of the compression of keys, which are rotated, and of values."""
+        x, config, found = self._packed, self.problem.point.config, Values()
+        sample = Sample(self._blocks(), self.keys, self._offsets, self._offsets)
+        for kind, phi in (("k", Phi(rope=Rope.from_config(config))), ("v", Phi())):
+            given = {"x": x[f"{kind}_cmp_raw"], "dout": x[f"d{kind}_cmp"]}
+            values = sampled_values("compress", given, sample, config, dtype, phi)
+            found |= {f"{kind}_cmp": values["y"], f"d{kind}_cmp_raw": values["dx"]}
+        return found
 
     def _blocks(self) -> Tensor:
         """Packed compressed rows that start at or before the sampled keys."""

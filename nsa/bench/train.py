@@ -36,8 +36,10 @@ from nsa.bench.clock import (
 )
 from nsa.bench.gate import judge_module, module_results
 from nsa.bench.report import Results
+from nsa.config import BRANCHES
 from nsa.errors import check
 from nsa.lm.baseline import dense_of_equal_size
+from nsa.lm.config import LMConfig
 from nsa.lm.flops import flops_per_token
 from nsa.lm.model import LanguageModel
 from nsa.train import environment
@@ -134,7 +136,10 @@ def model_of(base: TrainConfig, name: str) -> TrainConfig:
     """Return the run with another model, a member of ``PROVIDERS``."""
     if name == "dense-matched":
         return replace(base, model=dense_of_equal_size(base.model))
-    return replace(base, model=replace(base.model, attention="nsa" if name == "nsa" else "dense"))
+    if name == "nsa" and base.model.layers is not None:
+        return base
+    attention: Any = "nsa" if name == "nsa" else "dense"
+    return replace(base, model=replace(base.model, attention=attention, layers=None))
 
 
 def rebatch(
@@ -189,18 +194,19 @@ def differences(base: Any, other: Any) -> dict[str, Any]:
 
 # --- The gate
 def gate_config(config: TrainConfig) -> TrainConfig:
-    """Config of the gate: two layers, and sequences so short that every block is selected.
+    """Config of the gate: few layers, and sequences so short that every block is selected.
+
+    The layers are the first two and one of each of ``model.layers``.
 
     Otherwise rounding could decide between blocks with nearly equal scores, and gradients would
     have no bound; ``nsa bench attention`` checks the selection.
     """
-    pattern = config.model.nsa
-    model = replace(config.model, num_layers=min(config.model.num_layers, GATE_LAYERS))
+    model = config.model.sample(GATE_LAYERS)
     whole = config.checkpointing.policy == "range"  # the range may contain neither layer
     return replace(
         config,
         model=model,
-        seq_len=min(config.seq_len, pattern.num_selected_blocks * pattern.block_size),
+        seq_len=min(config.seq_len, *map(selected_tokens, model.kinds)),
         checkpointing=CheckpointingConfig("full") if whole else config.checkpointing,
         steps=1,
         micro_batch=GATE_SEQUENCES,
@@ -208,6 +214,11 @@ def gate_config(config: TrainConfig) -> TrainConfig:
         world_size=1,
         global_batch=GATE_SEQUENCES,
     )
+
+
+def selected_tokens(model: LMConfig) -> int:
+    """Tokens in the selected blocks of a query."""
+    return model.nsa.num_selected_blocks * model.nsa.block_size
 
 
 @cache
@@ -254,14 +265,18 @@ def _part_of(parameter: str) -> str:
 
 def fault_of(config: TrainConfig, kernels: Sequence[str], mode: str) -> str | None:
     """Reason why the profiled kernels are not those of the model's attention, or None."""
-    if config.model.attention == "dense":
+    kinds, missing = config.model.kinds, list[str | None]()
+    if any(kind.attention == "dense" for kind in kinds):
         parts = _DENSE_OF_DOCUMENTS if config.data.document_mask else ("cudnn",)
         ran = any(part in name.lower() for name in kernels for part in parts)
-        return None if ran else f"no kernel with {' or '.join(parts)} in its name ran"
-    cases = [CASES[name] for branch in config.model.nsa.branches for name in _BRANCH_CASES[branch]]
-    missing = [missing_kernel(own(kernels), case.kernels, mode) for case in cases]
+        missing = [None if ran else f"no kernel with {' or '.join(parts)} in its name ran"]
+    found = {branch for kind in kinds if kind.attention == "nsa" for branch in kind.nsa.branches}
+    cases = [
+        CASES[name] for branch in BRANCHES if branch in found for name in _BRANCH_CASES[branch]
+    ]
+    missing += [missing_kernel(own(kernels), case.kernels, mode) for case in cases]
     foreign = [name for name in kernels if any(part in name.lower() for part in _FOREIGN_ATTENTION)]
-    if foreign:
+    if foreign and config.model.attention_kind == "nsa":
         missing.append(f"{foreign[0]} ran, which is attention of another library")
     return next(filter(None, missing), None)
 
@@ -373,7 +388,7 @@ def _judged(trainer: Trainer, found: Fields, processes: Processes) -> Fields:
     """Fields of a row with settings, and without times if unexpected kernels ran."""
     config = trainer.config
     found["settings"] = {
-        "attention": config.model.attention,
+        "attention": config.model.attention_kind,
         "parameters": trainer.model.num_parameters()["total"],
         "mlp_hidden_size": config.model.mlp_hidden_size,
         "vocab_size": config.model.vocab_size,

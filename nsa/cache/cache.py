@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,12 @@ class OnDevice(NamedTuple):
 
     Attributes:
         lengths: cached tokens of each sequence, int32 ``[B]``, without the current step.
-        table: pages of each sequence, int32 ``[B, max pages]``.
+        tables: selection blocks of each sequence in the pages, int32 ``[B, max blocks]``, by their
+            size.
     """
 
     lengths: Tensor
-    table: Tensor
+    tables: dict[int, Tensor]
 
 
 class NSACache:
@@ -40,12 +42,12 @@ class NSACache:
     All layers must process the new tokens of a step, in any order, before the next step.
 
     Args:
-        config: the sparse pattern.
+        config: the sparse pattern, or one of each layer.
         num_layers: layers of the model.
         batch_size: sequences decoded together; their lengths may differ.
         max_tokens: maximum length of a sequence, tokens.
-        num_pages: pages of ``config.block_size`` tokens, shared by all sequences; None means enough
-            for ``max_tokens`` of each.
+        num_pages: pages of ``block_size`` tokens, the largest of the layers, shared by all
+            sequences; None means enough for ``max_tokens`` of each.
 
     Attributes:
         rollback: tokens by which :meth:`truncate` can shorten a sequence, 8 or more. It may be
@@ -57,29 +59,33 @@ class NSACache:
 
     def __init__(
         self,
-        config: NSAConfig,
+        config: NSAConfig | Sequence[NSAConfig],
         num_layers: int,
         batch_size: int = 1,
         *,
         max_tokens: int,
         num_pages: int | None = None,
     ) -> None:
-        pages_each = -(-max_tokens // config.block_size)
-        num_pages = batch_size * pages_each if num_pages is None else num_pages
-        sizes = {"num_layers": num_layers, "batch_size": batch_size}
-        for name, size in {**sizes, "max_tokens": max_tokens, "num_pages": num_pages}.items():
+        check(num_layers > 0, "num_layers", "be positive", num_layers)
+        if isinstance(config, NSAConfig):
+            config = [config.for_layer(layer) for layer in range(num_layers)]
+        rule = f"have a pattern for each of {num_layers} layers"
+        check(len(config) == num_layers, "config", rule, len(config))
+        page_size = max(pattern.block_size for pattern in config)
+        self._pages_each = -(-max_tokens // page_size)
+        num_pages = batch_size * self._pages_each if num_pages is None else num_pages
+        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "num_pages": num_pages}
+        for name, size in sizes.items():
             check(size > 0, name, "be positive", size)
-        self.config, self.batch_size, self.max_tokens = config, batch_size, max_tokens
+        self.batch_size, self.max_tokens = batch_size, max_tokens
         self.rollback = MOST_QUERIES
-        self._pages = Pages(num_pages, config.block_size, batch_size)
+        self._pages = Pages(num_pages, page_size, batch_size)
         self._lengths = [0] * batch_size
         # Largest length written to the rings, where later tokens overwrite earlier ones.
         self._written = [0] * batch_size
         self._step: Step | None = None
         self._on_devices: dict[torch.device, OnDevice] = {}
-        self.layers = [
-            LayerCache(config.for_layer(layer), self, layer) for layer in range(num_layers)
-        ]
+        self.layers = [LayerCache(pattern, self, n) for n, pattern in enumerate(config)]
 
     @property
     def lengths(self) -> list[int]:
@@ -246,14 +252,17 @@ class NSACache:
     def on_device(self, device: torch.device) -> OnDevice:
         """Lengths and page table on a device of the layers."""
         if device not in self._on_devices:
-            shape = (self.batch_size, -(-self.max_tokens // self.config.block_size))
             with torch.inference_mode(False):
                 other = next(iter(self._on_devices.values()), None)
                 if other is not None:
-                    state = OnDevice(other.lengths.to(device), other.table.to(device))
+                    tables = {size: table.to(device) for size, table in other.tables.items()}
+                    state = OnDevice(other.lengths.to(device), tables)
                 else:
                     lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
-                    state = OnDevice(lengths, lengths.new_zeros(shape))
+                    tokens = self._pages_each * self.page_size
+                    sizes = {layer.config.block_size for layer in self.layers}
+                    tables = {n: lengths.new_zeros(self.batch_size, tokens // n) for n in sizes}
+                    state = OnDevice(lengths, tables)
             self._on_devices[device] = state
         return self._on_devices[device]
 
@@ -266,6 +275,11 @@ class NSACache:
     def num_pages(self) -> int:
         """Number of pages, shared by all sequences."""
         return len(self._pages.uses)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pages.page_size
 
     def _counts(self, sequences: Sequences, num_tokens: int) -> list[int]:
         batch = sequences.num_sequences
@@ -281,11 +295,16 @@ class NSACache:
         changed = self._pages.changed
         if not changed or not self._on_devices:
             return
-        for device, (_, table) in self._on_devices.items():
-            width = table.shape[1]
-            entries = [*(b * width + place for b, place in changed), *changed.values()]
-            index, pages = integers(entries, device).view(2, -1)
-            table.view(-1)[index] = pages.int()
+        for device, (_, tables) in self._on_devices.items():
+            for size, table in tables.items():
+                parts, width = self.page_size // size, table.shape[1]
+                entries = [
+                    (b * width + place * parts + part, page * parts + part)
+                    for (b, place), page in changed.items()
+                    for part in range(parts)
+                ]
+                index, blocks = integers(chain(*zip(*entries, strict=True)), device).view(2, -1)
+                table.view(-1)[index] = blocks.int()
         changed.clear()
 
     def _write_lengths(self, values: Sequence[int]) -> None:
@@ -414,7 +433,7 @@ class LayerCache:
     def _reserve(self, k: Tensor) -> CacheTensors:
         """The layer's memory for heads like ``k``."""
         config, cache = self.config, self._cache
-        tokens = cache.num_pages * config.block_size
+        tokens = cache.num_pages * cache.page_size
         rows = {
             "slc": tokens if "slc" in config.branches else 0,
             "win": cache.batch_size * cache.ring_rows(config.window_size),
@@ -437,7 +456,8 @@ class LayerCache:
         most = cache.batch_size * config.num_heads * MOST_QUERIES
         counters = k.new_zeros(2, most, dtype=torch.int32)
         state = cache.on_device(k.device)
-        return CacheTensors(**held, table=state.table, lengths=state.lengths, counters=counters)
+        table = state.tables[config.block_size]
+        return CacheTensors(**held, table=table, lengths=state.lengths, counters=counters)
 
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors

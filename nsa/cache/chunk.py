@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from nsa.attention import AttentionInputs, branch_inputs
 from nsa.cache.places import Places
 from nsa.config import NSAConfig
 from nsa.ops._operator import Call
-from nsa.ops._sequences import Sequences
+from nsa.ops._sequences import Sequences, block_sizes
 from nsa.ops.attention import attention_by_branch, run_attention
 from nsa.ops.compression import Raw, run_compress
 from nsa.ops.decode import CacheTensors, NewTokens
@@ -28,14 +29,14 @@ class Step:
         before: tokens of each sequence cached before the step.
         counts: new tokens of each sequence.
         taken: layers that have finished the step.
-        places: cache index tensors by device, if the training operators are used.
+        places: cache index tensors by device and block sizes, if the training operators are used.
     """
 
     sequences: Sequences
     before: list[int]
     counts: list[int]
     taken: set[int]
-    places: dict[torch.device, Places] = field(default_factory=dict)
+    places: dict[tuple[Any, ...], Places] = field(default_factory=dict)
 
     @property
     def after(self) -> list[int]:
@@ -72,11 +73,12 @@ class Chunk:
     ) -> None:
         self.config, self.tensors, self.backend = config, tensors, backend
         table = tensors.table
-        if table.device not in step.places:
+        sizes = (config.block_size, *block_sizes(config), config.scores_blocks)
+        if (key := (table.device, *sizes)) not in step.places:
             # Without cached tokens use the caller's sequences, which may be a dense batch.
             alone = None if any(step.before) else sequences
-            step.places[table.device] = Places(config, table, step.before, step.counts, alone)
-        self.places = step.places[table.device]
+            step.places[key] = Places(config, table, step.before, step.counts, alone)
+        self.places = step.places[key]
         self._new: NewTokens | None = None
         # Writes to pools that are deferred until after attention.
         self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()

@@ -25,6 +25,7 @@ def attention(
     tokens: int | None = None,
     dtype: Dtype = "bfloat16",
     choice: str = "random",
+    recorded: Path | None = None,
     case: str | None = None,
     provider: str | None = None,
     variant: list[str] | None = None,
@@ -38,6 +39,7 @@ def attention(
     sampled rows before it is timed; a wrong one gets no time, and the exit code is 1. For example
       nsa bench attention --shape seed --seqs 2048,65536 --out benchmarks/results/mine.jsonl
       nsa bench attention --case attention.choice --variant fp8:score_precision=fp8
+      nsa bench attention --case attention.selected --choice random,recorded --recorded run.npz
       nsa bench attention --provider reference --seqs 512 --tokens 512      (without a GPU)
 
     Args:
@@ -45,7 +47,8 @@ def attention(
         seqs: lengths S
         tokens: of all sequences together (default 65536 for seed, else one sequence)
         dtype: of the inputs
-        choice: random, shared4, shared16
+        choice: random, shared4, shared16, or recorded with case attention.selected
+        recorded: file of nsa inspect --record with the selections of a trained model
         case: for example attention,attention.window (default all)
         provider: nsa, dense-cudnn, dense-fa2, flex, reference (default all)
         variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
@@ -59,7 +62,9 @@ def attention(
     variants = [bench.parse_variant(text) for text in variant or []]
     providers = [*(bench.PROVIDERS[name] for name in words), *variants]
     cases = _words("--case", case, CASES)
-    points = _points(shape, seqs, tokens, dtype, choice)
+    fits, rule = recorded is None or cases == ["attention.selected"], "be attention.selected"
+    check(fits, "--case", f"{rule} with --recorded", case)
+    points = _points(shape, seqs, tokens, dtype, choice, recorded)
     bench.check_machine(providers, points)
     results = _results(out, commit)
     bench.bench_attention(results, points, providers, cases)
@@ -192,7 +197,8 @@ def decode(
         shape: of decode.attention: seed, wide, paper or HqxHkvxDxDv
         config: of decode.model (see nsa configs)
         provider: nsa; of attention also dense-cudnn, dense-fa2, dense-efficient-folded, dense-flex,
-            dense-scan, .., reference; of models dense, dense-matched
+            dense-scan, .., reference; of models dense, dense-matched, hf (generate of transformers
+            with this library's model), transformers (with a Llama of equal size)
         points: tokens of context, with xB for B sequences (default those of the targets)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
@@ -220,6 +226,7 @@ def consumers(
     tokens: int | None = None,
     dtype: Dtype = "bfloat16",
     choice: str = "random",
+    recorded: Path | None = None,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
@@ -235,14 +242,15 @@ def consumers(
         seqs: lengths S
         tokens: of all sequences together (default 65536 for seed, else one sequence)
         dtype: of the inputs
-        choice: random, shared4, shared16
+        choice: random, shared4, shared16, recorded
+        recorded: file of nsa inspect --record with the selections of a trained model
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
     from nsa.bench.attention import bench_attention
     from nsa.bench.consumers import CONSUMERS
 
-    points = _points(shape, seqs, tokens, dtype, choice)
+    points = _points(shape, seqs, tokens, dtype, choice, recorded)
     results = _results(out, commit)
     bench_attention(results, points, CONSUMERS)
     return results.finish()
@@ -346,16 +354,26 @@ def _rows_in(folder: Path) -> list[Path]:
     return found
 
 
-def _points(shape: str, seqs: str, tokens: int | None, dtype: Dtype, choice: str) -> list[Any]:
+def _points(
+    shape: str,
+    seqs: str,
+    tokens: int | None,
+    dtype: Dtype,
+    choice: str,
+    recorded: Path | None = None,
+) -> list[Any]:
     import torch
 
     from nsa.bench.cases import CHOICES, Point, batch_of, parse_shape
 
     _in_range(1, tokens=tokens)
     heads, device, kind = parse_shape(shape), _device(), getattr(torch, dtype)
+    choices = _words("--choice", choice, CHOICES)
+    fits = ("recorded" in choices) == (recorded is not None)
+    check(fits, "--recorded", "be given with choice recorded and only then", recorded)
     return [
-        Point(shape, heads, seq_len, batch_of(shape, seq_len, tokens), each, kind, device)
-        for each in _words("--choice", choice, CHOICES)
+        Point(shape, heads, seq_len, batch_of(shape, seq_len, tokens), each, kind, device, recorded)
+        for each in choices
         for seq_len in _lengths("--seqs", seqs)
     ]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from nsa.bench.cases import parse_shape
+from nsa.bench.cases import CASES, MODES, Point, batch_of, make_tensors, parse_shape, prepare
+from nsa.bench.clock import Subject, measure, verdict
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.extras import CORE, EXTRAS, install_command, missing
@@ -31,6 +32,10 @@ from nsa.train import environment
 
 _PROBE = NSAConfig(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)
 _PROBE_TOKENS, _PROBE_WIDTH = 256, 32
+# Lengths whose speed is compared with dense attention are doubled from this one, tokens.
+SHORTEST = 1024
+_DENSE = ("dense-cudnn", "dense-fa2")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Lines = Iterator[str]
 
 
@@ -43,7 +48,8 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
 
     Args:
         shape: also report which kernels run for these heads, see
-            :func:`nsa.bench.cases.parse_shape`.
+            :func:`nsa.bench.cases.parse_shape`, and from which length they are faster than dense
+            attention.
         seq_len: tokens of the longest sequence, with ``shape``.
         dtype: ``bf16``, ``fp16`` or ``fp32``, with ``shape``.
 
@@ -65,6 +71,7 @@ def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") ->
         sizes = f"D {config.head_dim}, Dv {config.value_dim}"
         title = f"{heads}, {sizes}, {dtype}, sequences of up to {seq_len:,} tokens"
         sections[title] = _kernels(config, seq_len, dtype)
+        sections["speed compared with dense attention"] = _speed(shape, seq_len, dtype)
     count = 0
     for title, lines in sections.items():
         print(title)
@@ -226,6 +233,51 @@ def kernel_names(seq_len: int, tiled: bool, config: NSAConfig) -> list[str]:
     names += ["select_blocks", *(f"selected_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
     names += [] if tiled else ["selected_gather_fwd", "selected_gather_dkv"]
     return [*names, *(f"window_attention_{kind}" for kind in ("fwd", "dq", "dkv"))]
+
+
+def _speed(shape: str, seq_len: int, dtype: str) -> Lines:
+    """From which length whole attention is faster than dense attention, measured on the GPU."""
+    if not torch.cuda.is_available():
+        yield "not measured: no GPU"
+        return
+    if absent := missing("bench"):
+        command = install_command("bench")
+        yield f"not measured: without {', '.join(absent)}. Install with: {command}"
+        return
+    lengths, config = [SHORTEST], parse_shape(shape)
+    while 2 * lengths[-1] <= seq_len:
+        lengths.append(2 * lengths[-1])
+    for mode, name in zip(MODES, ("forward", "forward and backward"), strict=True):
+        gains, device = dict[int, float](), torch.device("cuda", torch.cuda.current_device())
+        for length in lengths:
+            batch = batch_of(shape, length, None)
+            point = Point(shape, config, length, batch, "random", _DTYPES[dtype], device)
+            nsa, *dense = (attention_ms(each, point, mode) for each in ("nsa", *_DENSE))
+            if nsa is not None and any(dense):
+                gains[length] = min(filter(None, dense)) / nsa
+        last_slower = max((length for length, gain in gains.items() if gain <= 1), default=0)
+        faster = [f"faster from {length:,} tokens" for length in gains if length > last_slower]
+        each = ", ".join(f"{length:,}: {gain:.2f}x" for length, gain in gains.items())
+        yield f"{name}: {[*faster, 'not faster'][0]} ({each or 'dense attention did not run'})"
+    yield "the attention of the configuration runs at every length: none falls back to the other"
+
+
+def attention_ms(provider: str, point: Point, mode: str) -> float | None:
+    """Time of whole attention, ms; None if it cannot run here.
+
+    Args:
+        provider: a key of :data:`nsa.bench.attention.PROVIDERS`.
+        point: heads, length, dtype and device.
+        mode: ``fwd`` or ``fwd_bwd``.
+    """
+    from nsa.bench.attention import PROVIDERS  # needs packages of an extra
+
+    def make() -> Subject:
+        problem = prepare(CASES["attention"], make_tensors(point), point, "reference")
+        return Subject(PROVIDERS[provider].work(problem, mode).run, lambda: verdict(True))
+
+    ms: float | None = measure(make, point.device, is_ours=provider == "nsa").get("ms_p50")
+    return ms
 
 
 def _tile_line(

@@ -90,7 +90,8 @@ def doctor(
 
     Print versions, GPUs and their connections, memory, free disk, and which implementation of the
     attention operators runs on which device. If something will not work, the exit code is 1. For a
-    shape, print which kernels run, with which tiles, and why:
+    shape, print which kernels run, with which tiles, and why; and, measured on the GPU in a few
+    minutes, from which length they are faster than dense attention (cuDNN, FlashAttention 2):
       nsa doctor --shape seed --seq 65536
 
     Args:

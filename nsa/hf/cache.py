@@ -160,13 +160,14 @@ class GenerationCache(Cache):
         fail("model", "be an NSAForCausalLM", "the layers of another model")
 
     def activate_past_recording(self) -> None:
-        """Let :meth:`crop` remove as many tokens as the window has, if the cache is empty.
+        """Let :meth:`crop` remove as many tokens as the smallest window, if the cache is empty.
 
         Assisted generation calls this. The rings of the cache become longer.
         """
         cache = self.decoder.cache
         if all(layer.tensors is None for layer in cache.layers):
-            cache.rollback = max(cache.rollback, cache.config.window_size)
+            window = min(layer.config.window_size for layer in cache.layers)
+            cache.rollback = max(cache.rollback, window)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns.

@@ -50,13 +50,15 @@ class NSALMConfig(PretrainedConfig):
         "intermediate_size": "mlp_hidden_size",
         "tie_word_embeddings": "tie_head",
     }
+    layers = None  # not in config.json if all layers are alike
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, *, max_position_embeddings: int = 2048, **values: Any) -> None:
         values = {self.attribute_map.get(name, name): value for name, value in values.items()}
         given = {f.name: values.pop(f.name) for f in fields(LMConfig) if f.name in values}
         for name, value in asdict(LMConfig(**given)).items():
-            setattr(self, name, value)
+            if name != "layers" or value is not None:
+                setattr(self, name, value)
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**values)
         module = CODE_FILE.removesuffix(".py")

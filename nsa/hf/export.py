@@ -120,16 +120,19 @@ def model_card(
     figure = meta["val_bits_per_byte"]
     loss = "not evaluated at this step" if figure is None else f"{figure:.4f} bits a byte"
     attention = f"{nsa.num_heads} query heads in {nsa.num_kv_heads} groups of size {nsa.head_dim}"
-    if config.model.attention == "nsa":
+    found = config.model.attention_kind
+    if found != "dense":
         attention += f", branches {', '.join(nsa.branches)}, {nsa.num_selected_blocks} blocks of "
         attention += f"{nsa.block_size}, window {nsa.window_size}"
     source = f"{data.source} {data.path or ''}".strip()
-    kind = "sparse (NSA)" if config.model.attention == "nsa" else "dense"
+    if config.model.layers:
+        attention += f"; changes by layer: {json.dumps(config.model.layers)}"
+    kind = {"nsa": "sparse (NSA)", "mixed": "sparse (NSA) and dense"}.get(found, found)
     needs = "import nsa.hf  # registers the classes\n" if layout == "nsa" else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [{"native-sparse-attention" if config.model.attention == "nsa" else "llama"}]
+tags: [{"llama" if found == "dense" else "native-sparse-attention"}]
 ---
 
 # {name}

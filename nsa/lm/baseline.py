@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from nsa.lm.config import LMConfig
-from nsa.lm.model import LanguageModel
+from nsa.lm.model import DecoderLayer, LanguageModel, count_parameters
 
 # Largest relative difference in parameters between baseline and sparse model.
 MATCHED_WITHIN = 0.01
@@ -18,23 +18,27 @@ _MULTIPLES = (128, 64, 32, 16, 8, 1)
 def parameters_by_part(config: LMConfig) -> dict[str, int]:
     """:meth:`LanguageModel.num_parameters` without allocating memory.
 
-    All layers have the same size, so the size is extrapolated from one and two layers.
+    One layer of each kind is made.
     """
     with torch.device("meta"):
-        one, two = (
-            LanguageModel(replace(config, num_layers=layers)).num_parameters() for layers in (1, 2)
-        )
-    return {part: n + (config.num_layers - 1) * (two[part] - n) for part, n in one.items()}
+        one = LanguageModel(replace(config, num_layers=1, layers=None))
+        count, first = one.num_parameters(), count_parameters(one.layers)
+        kinds = [(count_parameters(DecoderLayer(x, 0)), len(n)) for x, n in config.kinds.items()]
+    return {
+        part: number - first[part] + sum(size[part] * times for size, times in kinds)
+        for part, number in count.items()
+    }
 
 
 def dense_of_equal_size(config: LMConfig) -> LMConfig:
     """Return a dense model with a wider MLP and the parameters of the sparse model, +-1%.
 
     Args:
-        config: the model; its ``attention`` is ignored.
+        config: the model; its ``attention`` is ignored unless it has ``layers``.
     """
-    dense = replace(config, attention="dense")
-    target = parameters_by_part(replace(config, attention="nsa"))["total"]
+    dense = replace(config, attention="dense", layers=None)
+    sparse = config if config.layers else replace(config, attention="nsa")
+    target = parameters_by_part(sparse)["total"]
     missing = target - parameters_by_part(dense)["total"]
     matrices = 3 if config.mlp == "swiglu" else 2
     hidden = config.mlp_hidden_size + missing / (matrices * config.width * config.num_layers)

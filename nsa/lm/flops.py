@@ -12,7 +12,7 @@ def keys_per_query(config: LMConfig, seq_len: int) -> float:
     """Keys per query in one layer, summed over branches, averaged over positions.
 
     Args:
-        config: the model.
+        config: the model, from :meth:`LMConfig.layer`.
         seq_len: tokens of a sequence.
     """
     if config.attention == "dense":
@@ -55,6 +55,8 @@ def flops_per_token(config: LMConfig, seq_len: int) -> float:
     count = parameters_by_part(config)
     head = config.vocab_size * config.width
     in_products = head + count["attention"] + count["gate"] + count["mlp"]
-    a_key = 2 * config.nsa.num_heads * (config.nsa.head_dim + config.nsa.value_dim)
-    attention = config.num_layers * a_key * keys_per_query(config, seq_len)
+    attention = 0.0
+    for kind, layers in config.kinds.items():
+        a_key = 2 * kind.nsa.num_heads * (kind.nsa.head_dim + kind.nsa.value_dim)
+        attention += len(layers) * a_key * keys_per_query(kind, seq_len)
     return 3.0 * (2 * in_products + attention)

@@ -38,6 +38,7 @@ def llama_settings(config: LMConfig) -> dict[str, Any]:
     nsa, scaling = config.nsa, config.nsa.rope_scaling
     heads, size, kind = nsa.num_heads, nsa.head_dim, None if scaling is None else scaling.kind
     needed = (
+        ("layers", config.layers, "be left out", config.layers is None),
         ("attention", config.attention, "be dense", config.attention == "dense"),
         ("mlp", config.mlp, "be swiglu", config.mlp == "swiglu"),
         ("nsa.value_dim", nsa.value_dim, f"equal head_dim ({size})", nsa.value_dim == size),

@@ -58,9 +58,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
         self.keeps: Keeps = "everything"
-        attention = NativeSparseAttention if config.attention == "nsa" else DenseAttention
+        one = config.layer(layer)
+        attention = NativeSparseAttention if one.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = attention(config.width, config.nsa.for_layer(layer))
+        self.attention = attention(config.width, one.nsa)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
@@ -84,6 +85,16 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings ``[*tokens.shape, width]``."""
         return embed(tokens, self.weight)
+
+
+def count_parameters(module: nn.Module) -> dict[str, int]:
+    """Parameters of a model or layer by part, and their ``total``."""
+    count = dict.fromkeys(("embedding", "attention", "gate", "phi", "mlp", "norm", "head"), 0)
+    for name, parameter in module.named_parameters():  # layers.0.attention.phi_k.w1
+        words = ["phi" if word in ("phi_k", "phi_v") else word for word in name.split(".")]
+        part = next((word for word in reversed(words) if word in count), "norm")
+        count[part] += parameter.numel()
+    return {**count, "total": sum(count.values())}
 
 
 class LanguageModel(nn.Module):
@@ -185,12 +196,12 @@ class LanguageModel(nn.Module):
             outputs: list to which the input of each layer and the result are appended.
         """
         _, sequences = open_layer_input(x, self.config.width, cu_seqlens, max_seqlen)
-        if self.config.attention == "nsa":
-            sequences = sequences.with_blocks(self.config.nsa)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.decoder_layers(), caches, strict=True):
             if outputs is not None:
                 outputs.append(x)
+            if cache is None and isinstance(layer.attention, NativeSparseAttention):
+                sequences = sequences.with_blocks(layer.attention.config)
             x = layer(x, sequences, layer_cache)
         x = self.norm(x)
         if outputs is not None:
@@ -211,20 +222,16 @@ class LanguageModel(nn.Module):
             max_tokens: longest sequence, tokens.
             num_pages: see :class:`nsa.NSACache`.
         """
-        config = self.config
-        is_sparse = config.attention == "nsa"
-        pattern = config.nsa if is_sparse else dense_pattern(config.nsa, max_tokens)
-        layers = config.num_layers
-        return NSACache(pattern, layers, batch_size, max_tokens=max_tokens, num_pages=num_pages)
+        count = self.config.num_layers
+        patterns = [
+            one.nsa if one.attention == "nsa" else dense_pattern(one.nsa, max_tokens)
+            for one in map(self.config.layer, range(count))
+        ]
+        return NSACache(patterns, count, batch_size, max_tokens=max_tokens, num_pages=num_pages)
 
     def num_parameters(self) -> dict[str, int]:
         """Parameters by part of the model, and their ``total``; a tied head counts as 0."""
-        count = dict.fromkeys(("embedding", "attention", "gate", "phi", "mlp", "norm", "head"), 0)
-        for name, parameter in self.named_parameters():  # layers.0.attention.phi_k.w1
-            words = ["phi" if word in ("phi_k", "phi_v") else word for word in name.split(".")]
-            part = next((word for word in reversed(words) if word in count), "norm")
-            count[part] += parameter.numel()
-        return {**count, "total": sum(count.values())}
+        return count_parameters(self)
 
     def parameter_summary(self) -> str:
         """One line: the total and its parts, such as ``78.6M parameters: gate 332,208, ...``."""

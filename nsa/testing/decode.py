@@ -32,9 +32,9 @@ def fill_cache(cache: NSACache, count: int) -> None:
     counts = [count] * cache.batch_size
     cache.reserve(counts)
     generator = torch.Generator(device=cache.device_lengths.device).manual_seed(2)
-    small = cache.config.compress_block_size**-0.5
     for layer in cache.layers:
         assert layer.tensors is not None
+        small = layer.config.compress_block_size**-0.5
         for name in _STORED:
             x = getattr(layer.tensors, name)
             if x is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from nsa import configs
+from nsa.config import NSAConfig
 from nsa.docstrings import descriptions
 from nsa.errors import UserError, check, fail, nearest, nearest_hint, option
 from nsa.train.config import TrainConfig
@@ -44,9 +45,10 @@ class Setting:
 
     def read(self, text: str) -> Any:
         """Convert a word of the command line to the value that a file would contain."""
-        if typing.get_origin(self.hint) is tuple:
+        if typing.get_origin(self.hint) in (tuple, dict):
+            is_whole = text.startswith("[") or typing.get_origin(self.hint) is dict
             with contextlib.suppress(yaml.YAMLError):
-                return yaml.load(text if text.startswith("[") else f"[{text}]", _Loader)
+                return yaml.load(text if is_whole else f"[{text}]", _Loader)
         return None if text == "null" else text
 
 
@@ -184,6 +186,8 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     """Convert text to the type of a setting if that is possible; the dataclass checks the rest."""
     if type(None) in typing.get_args(hint):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is dict:  # model.layers
+        return _typed_layers(value, name)
     if isinstance(value, dict) and dataclasses.is_dataclass(hint):
         return _build(hint, value, f"{name}.")
     if isinstance(value, list):
@@ -198,6 +202,20 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         with contextlib.suppress(ValueError):
             return hint(value)
     return value
+
+
+def _typed_layers(value: Any, name: str) -> Any:
+    """Convert changes of layers, a list or a mapping; the dataclass checks the rest."""
+    if not isinstance(value, list | dict):
+        return value
+    hints, found = typing.get_type_hints(NSAConfig), dict[Any, Any]()
+    for key, changes in enumerate(value) if isinstance(value, list) else value.items():
+        found[key] = changes
+        if isinstance(changes, dict):
+            found[key] = {
+                x: _typed(y, hints.get(x), f"{name}.{key}.{x}") for x, y in changes.items()
+            }
+    return list(found.values()) if isinstance(value, list) else found
 
 
 # --- names ----------------------------------------------------------------------------------------

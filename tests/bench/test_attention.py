@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton.errors import TritonError
@@ -48,8 +49,23 @@ def test_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         how = (row.provider, row.timing, row.kernels, row.peak_mib, row.gpu, row.launches)
         assert how == ("reference", "cpu", [], None, None, None)
         assert (row.shape, row.seq_len, row.batch, row.dtype) == ("2x1x16x16", 128, 2, "float32")
-        assert row.tflops_useful
+        only_moves = row.case in ("attention.compress", "attention.combine")
+        assert (row.tflops_useful is None, row.tbps_useful is None) == (only_moves, not only_moves)
         assert row.recall == (1.0 if row.case == "attention.choice" else None)
+
+
+def test_rows_of_recorded_selections(tmp_path: Path) -> None:
+    """Of a layer whose queries read the first block and their own."""
+    own = np.arange(128, dtype=np.int32) // 64
+    blocks = np.full((1, 16, 128), -1, np.int32)
+    blocks[0, 0], blocks[0, 1] = 0, np.where(own > 0, own, -1)
+    path = tmp_path / "run.npz"
+    np.savez(path, layer0=blocks, block_size=np.array(64))
+    words = f"{REFERENCE} --case attention.selected --choice random,recorded --recorded {path}"
+    code, rows = run(tmp_path, words)
+    assert code == 0
+    assert [row.choice for row in rows] == ["random", "random", "recorded", "recorded"]
+    assert all(row.correct for row in rows)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -165,7 +181,10 @@ KNOWN = "nsa, dense-cudnn, dense-fa2, flex, reference"
     [
         ("attention", f"{NO_GPU} nsa, dense-cudnn, dense-fa2, flex, reference, got none."),
         ("attention --provider fa3", f"--provider must be among {KNOWN}, got 'fa3'."),
-        ("attention --choice shared8", "--choice must be among random, shared4, shared16, g"),
+        ("attention --choice shared8", "--choice must be among random, shared4, shared16, r"),
+        ("attention --choice recorded", "--recorded must be given with choice recorded and only"),
+        ("attention --recorded x.npz", "--case must be attention.selected with --recorded, got No"),
+        ("consumers --recorded x.npz", "--recorded must be given with choice recorded and only"),
         ("attention --seqs 64 --provider reference", "--seqs must be at least 128, got 64."),
         ("attention --tokens 0", "--tokens must be from 1 to 1,073,741,824, got 0."),
         ("attention --shape sead", "--shape must be one of seed, wide, paper"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +22,8 @@ from nsa.bench.cases import (
     parse_shape,
     prepare,
     random_selection,
-    useful_flops,
+    recorded_selection,
+    useful_work,
 )
 from nsa.errors import UserError
 from nsa.ops._masked_attention import visible_compressed, visible_tokens, visible_window
@@ -112,11 +116,60 @@ def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
     whole = Problem(CASES["attention"], at, {})
     heads, forward, both = 3 * 4, 2 * 16 + 2 * 32, (2 * 16 + 2 * 32) + (6 * 16 + 4 * 32)
     dense = heads * int(visible_tokens(sequences).sum()) * forward
-    assert useful_flops(whole, "fwd", dense=True) == dense
-    assert useful_flops(whole, "fwd_bwd") == heads * sum(pairs.values()) * both
+    assert useful_work(whole, "fwd", dense=True) == {"flops": dense}
+    assert useful_work(whole, "fwd_bwd") == {"flops": heads * sum(pairs.values()) * both}
     for name, count in pairs.items():
         problem = replace(whole, case=CASES[f"attention.{name}"])
-        assert useful_flops(problem, "fwd") == heads * count * forward
-        assert useful_flops(problem, "fwd_bwd") == heads * count * both
+        assert useful_work(problem, "fwd") == {"flops": heads * count * forward}
+        assert useful_work(problem, "fwd_bwd") == {"flops": heads * count * both}
     selection_alone = replace(whole, case=CASES["attention.choice"])
-    assert useful_flops(selection_alone, "fwd") == heads * pairs["compressed"] * 2 * 16
+    scored = heads * pairs["compressed"] * 2 * 16
+    assert useful_work(selection_alone, "fwd") == {"flops": scored}
+
+
+COMPRESS = {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}
+COMBINE = dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "forward", "both"),
+    [("compress", COMPRESS, 26, 52), ("combine", COMBINE, 8 * 5, 8 * (5 + 1 + 4 + 4))],
+)
+def test_moved_bytes_count_each_tensor_as_often_as_it_must_move(
+    case: str, sizes: dict[str, int], forward: int, both: int
+) -> None:
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    problem = Problem(CASES[f"attention.{case}"], point("random"), tensors)
+    assert useful_work(problem, "fwd") == {"bytes": 4 * forward}
+    assert useful_work(problem, "fwd_bwd") == {"bytes": 4 * both}
+
+
+def test_recorded_selections(tmp_path: Path) -> None:
+    """Sequences take turns with the layers; other heads and too few tokens are refused."""
+    at = point("recorded", seq_len=1600, batch=3, shape="4x2x16x16")  # of 25 blocks, 16 selected
+    ids = [random_selection(replace(at, batch=1, seq_len=n, choice="random")) for n in (1700, 1700)]
+    ids[1] = ids[1].flip(2)  # the other heads'
+    arrays: Any = {
+        f"layer{n}": x[0].permute(1, 2, 0).numpy() for n, x in zip((0, 3), ids, strict=True)
+    }
+    path = tmp_path / "run.npz"
+    np.savez_compressed(path, **arrays, block_size=np.array(64))
+    at = replace(at, recorded=path)
+    found = prepare(CASES["attention.selected"], make_tensors(at), at, "reference").tensors
+    wanted = torch.cat((ids[0], ids[1], ids[0]))[:, :1600]
+    assert torch.equal(found["block_indices"], wanted)
+    assert found["block_indices"].dtype == torch.int32
+    wrong: dict[str, dict[str, Any]] = {
+        "--seqs": {"seq_len": 1701},
+        "--recorded": {"config": parse_shape("4x1x16x16")},
+    }
+    for argument, change in wrong.items():
+        with pytest.raises(UserError, match=f"^{argument} must"):
+            recorded_selection(replace(at, **change))
+    np.savez_compressed(path, **arrays, block_size=np.array([64, 32]))
+    with pytest.raises(UserError, match=r"--recorded must have \(2, 16, 64\)"):
+        recorded_selection(at)
+    path.write_text("no archive")
+    for other in (path, tmp_path / "absent"):
+        with pytest.raises(UserError, match="--recorded must be a file of recorded selections"):
+            recorded_selection(replace(at, recorded=other))

@@ -14,8 +14,10 @@ from nsa.bench.clock import Subject, Timing, verdict
 from nsa.bench.decode import CASES, POINTS, bench_decode
 from nsa.bench.report import Results
 from nsa.bench.rows import DENSE_DECODE, Row, index_rows, of_dense, targets
+from nsa.bench.train import model_of
 from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
 from nsa.train.config import TrainConfig
 from tests.ops.cases import small
 
@@ -161,3 +163,36 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["bench", "decode", "--points", "2048,65536x32"]) == 0
     assert asked["points"] == [(2048, 1), (65_536, 32)]
     assert (asked["names"], asked["cases"]) == (("wide", "seed"), [*CASES])
+
+
+def test_generate_of_transformers(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of this library and a Llama of as many parameters; steps that are wrong."""
+    monkeypatch.setattr(decode, "MAX_SAMPLES", 12)
+    given: dict[str, Any] = {"cases": [MODEL], "providers": ["hf", "transformers"]}
+    code, rows = bench(**given)
+    assert code == 0
+    assert [(row.provider, row.batch) for row in rows] == [
+        *(("hf", 1), ("transformers", 1), ("hf", 2), ("transformers", 2))
+    ]
+    for row in rows:
+        assert row.timing == "generate, static cache"
+        assert row.samples == 12
+        assert row.tokens_per_s == pytest.approx(1000 * row.batch / row.ms_p50, rel=1e-4)
+    sizes = [
+        sum(x.numel() for name, x in model.named_parameters() if "norm" not in name)
+        for model in (
+            decode.new_generator("transformers", TINY, 99),
+            LanguageModel(model_of(TINY, "dense").model),
+        )
+    ]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    step = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda self, tokens: -step(self, tokens))
+    code, rows = bench(**given)
+    assert (code, [row.correct for row in rows]) == (1, [False, True, False, True])
+    monkeypatch.setattr(decode, "missing", lambda extra: ["transformers"])
+    _, rows = bench(**given)
+    assert {str(row.note)[:38] for row in rows} == {"not run: transformers is not installed"}
+    monkeypatch.undo()
+    _, (row,) = bench(**{**given, "providers": ["hf"], "points": ((70_000, 1),)})
+    assert row.note == "not run: measured with at most 65,536 tokens of prompts"

@@ -80,7 +80,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"attention.choice"}))
 def test_a_wrong_result_is_rejected(name: str, change: str) -> None:
-    for which in ("out", *(f"d{leaf}" for leaf in CASES[name].inputs)):
+    for which in (*CASES[name].outputs, *(f"d{leaf}" for leaf in CASES[name].inputs)):
         assert f"{which}:" in altered(name, which, CHANGES[change])
 
 

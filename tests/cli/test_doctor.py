@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nsa import NSAConfig, cli, extras
-from nsa.bench.cases import parse_shape
+from nsa.bench import clock
+from nsa.bench.cases import MODES, WHOLE_INPUTS, Point, parse_shape
 from nsa.cli import doctor
 from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
 from nsa.train import environment
+from tests.ops.cases import small
 from tools.compile_only.launches import attend, launches
 
 
@@ -78,6 +83,53 @@ def test_kernels_of_a_shape(nsa, refusal):
     assert "decided on the GPU in each call" in long
     assert re.search(r"selected_gather_fwd: 16 rows, 16 keys, 8 warps, 1 stages \(default of", long)
     assert "--shape and --seq must be given together" in refusal("doctor --shape seed")
+
+
+@pytest.mark.parametrize(("refused", "dense"), [((), 1.0), (("dense-cudnn",), 2.0)])
+def test_the_length_from_which_it_is_faster(monkeypatch, refused, dense):
+    """Times of a clock by which attention is linear and dense attention quadratic in the length."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def time_of(provider: str, point: Point, mode: str) -> float | None:
+        assert (point.batch, point.dtype) == (65_536 // point.seq_len, torch.float16)
+        if provider == "nsa":
+            # the shortest is fast in one mode, which does not make all lengths fast
+            return 3.0 if mode == "fwd" else 15.0 if point.seq_len > 1024 else 0.1
+        speed = {"dense-cudnn": 1.0, "dense-fa2": 2.0}[provider]
+        return None if provider in refused else speed * point.seq_len / 2048
+
+    monkeypatch.setattr(doctor, "attention_ms", time_of)
+    forward, both, last = doctor._speed("seed", 20_000, "fp16")
+    times = [f"{n:,}: {dense * n / 2048 / 3:.2f}x" for n in (1024, 2048, 4096, 8192, 16_384)]
+    start = 8192 if dense == 1 else 4096
+    assert forward == f"forward: faster from {start:,} tokens ({', '.join(times)})"
+    found = "faster from 16,384 tokens" if dense == 2 else "not faster"
+    assert both.startswith(f"forward and backward: {found} (1,024: ")
+    assert "none falls back" in last
+    monkeypatch.setattr(doctor, "attention_ms", lambda *_: None)
+    first = next(iter(doctor._speed("seed", 64, "fp32")))
+    assert first == "forward: not faster (dense attention did not run)"
+    monkeypatch.setattr(doctor, "missing", lambda extra: ["PyYAML"])
+    (line,) = doctor._speed("seed", 64, "fp32")
+    assert line.startswith("not measured: without PyYAML. Install with: pip install ")
+
+
+def test_time_of_attention(monkeypatch):
+    """By a clock that counts results: the output, and a gradient of each input with mode fwd_bwd.
+
+    Kernels do not run without a GPU.
+    """
+
+    def count(call: Callable[[], dict[str, Tensor]], *_: Any) -> clock.Timing:
+        return clock.Timing(float(len(call())), 0, 0, 1, "cpu")
+
+    monkeypatch.setattr(clock, "time_call", count)
+    point = Point("small", small(), 128, 1, "random", torch.float32, torch.device("cpu"))
+    times = [doctor.attention_ms("reference", point, mode) for mode in MODES]
+    assert times == [1, 1 + len(WHOLE_INPUTS)]
+    assert doctor.attention_ms("nsa", point, "fwd") is None
+    assert list(doctor._speed("seed", 4096, "bf16")) == ["not measured: no GPU"]
 
 
 @pytest.mark.parametrize("longest", [1024, 65_536])

@@ -14,7 +14,7 @@ from nsa.hf import GenerationCache, NSAForCausalLM
 from nsa.train.data.tokenizer import ByteTokenizer
 from nsa.train.generation import Generation, Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
-from tests.lm.test_decoder import TABLES
+from tests.lm.test_decoder import MIXED, TABLES
 
 NEW = 12
 LENGTHS = (70, 5, 33)  # sparse, and shorter than a block
@@ -35,11 +35,16 @@ def without_cache(model: NSAForCausalLM, row: Tensor, count: int = NEW) -> list[
     return row[-count:].tolist()
 
 
+DENSE = {"attention": "dense"}
+
+
 @pytest.mark.parametrize(
-    ("attention", "chunk"), [("nsa", None), ("nsa", 11), ("dense", None), ("dense", 1)]
+    ("changes", "chunk"), [({}, None), ({}, 11), (DENSE, None), (DENSE, 1), (MIXED, 11)], ids=str
 )
-def test_left_padded_batch_equals_each_row_alone(attention: str, chunk: int | None) -> None:
-    model = model_of(attention=attention)
+def test_left_padded_batch_equals_each_row_alone(
+    changes: dict[str, Any], chunk: int | None
+) -> None:
+    model = model_of(**changes)
     rows = [tokens(n, seed=n) for n in LENGTHS]
     wanted = [without_cache(model, row) for row in rows]
     batch = left_padded(rows)
@@ -122,11 +127,11 @@ def test_refused_kind_of_cache() -> None:
         tiny().generate(tokens(1, 20), **GREEDY, cache_implementation="quantized")
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("changes", [{}, DENSE, MIXED], ids=str)
 @pytest.mark.parametrize("number", [3, 12])  # more than 8 are not a decode step
-def test_assisted_generation(attention: str, number: int) -> None:
+def test_assisted_generation(changes: dict[str, Any], number: int) -> None:
     """Prompt lookup and an assistant, some of whose candidates are wrong, change no token."""
-    model, text = model_of(attention=attention), tokens(1, 25).repeat(1, 3)
+    model, text = model_of(**changes), tokens(1, 25).repeat(1, 3)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
     wanted = model.generate(text, **options)
     assert wanted[0].tolist()[-40:] == without_cache(model, text[0], 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,14 @@ from nsa.config import RopeScaling
 from nsa.hf import NSAForCausalLM, NSALMConfig, NSAModel
 from nsa.lm.config import LMConfig
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
+from tests.lm.test_decoder import MIXED
 from tests.ops.cases import offsets, small
 
 KINDS: list[dict[str, Any]] = [
     {"phi": "mlp", "mlp": "swiglu"},
     {"attention": "dense", "tie_head": True},
     {"branches": ("slc", "win"), "gate": "softmax", "gate_hidden_size": 4, "tie_head": True},
+    MIXED,
 ]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -341,6 +344,11 @@ def test_config_round_trip(tmp_path: Path) -> None:
     NSALMConfig.of(lm, eos_token_id=3, max_position_embeddings=77).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.lm == lm
+    assert "layers" not in json.loads((tmp_path / "config.json").read_text())
+    scaled: Any = {"3-4": {"rope_scaling": RopeScaling("linear", 2.0), "branches": ("slc",)}}
+    mixed = dataclasses.replace(lm, layers={**scaled, 0: {"attention": "nsa"}})
+    NSALMConfig.of(mixed).save_pretrained(tmp_path / "mixed")
+    assert AutoConfig.from_pretrained(tmp_path / "mixed").lm == mixed
     assert (config.eos_token_id, config.max_position_embeddings) == (3, 77)
     assert config.hidden_size == lm.width
     assert config.num_attention_heads == pattern.num_heads
@@ -359,6 +367,10 @@ def test_config_round_trip(tmp_path: Path) -> None:
         ),
         ({"width": 0}, "width must be positive, got 0"),
         ({"attention": "full"}, "attention must be nsa or dense, got full"),
+        (
+            {"layers": {0: {"window": 3}}},
+            r"layers\.0 must contain only .* got window\. The nearest",
+        ),
     ],
 )
 def test_bad_config(values: dict[str, Any], match: str) -> None:

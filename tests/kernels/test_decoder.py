@@ -11,7 +11,7 @@ import torch
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.ops.linear import Linear
-from tests.lm.test_decoder import LENGTHS, TABLES, make, texts
+from tests.lm.test_decoder import LENGTHS, MIXED, TABLES, make, texts
 
 PLACES = ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection")
 
@@ -20,7 +20,7 @@ def as_on_a_gpu(backend: str, x: torch.Tensor, argument: str = "") -> str:
     return "triton"
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, TABLES[2]], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, TABLES[2], MIXED], ids=str)
 def test_steps(changes):
     model: LanguageModel = make(**changes, mlp="swiglu").float()
     decoder = Decoder(model, 3, max_tokens=100)

@@ -26,6 +26,15 @@ TABLES: list[dict[str, Any]] = [
     {"num_selected_blocks": 5, "num_selected_blocks_table": table}
     for table in (((0, 200, 3),), ((1, 200, 3),), ((1, 70, 4), (0, 80, 3), (-1, 40, 4)))
 ]
+# Dense layers, and layers whose blocks, heads, windows and branches differ.
+MIXED: dict[str, Any] = {
+    "num_layers": 5,
+    "layers": {
+        "0": {"attention": "dense"},
+        "1": {"block_size": 32, "compress_block_size": 16, "compress_stride": 8, "num_kv_heads": 4},
+        "3-4": {"window_size": 16, "branches": ("slc", "win"), "compress_rope": "none"},
+    },
+}
 
 
 def make(**changes: Any) -> LanguageModel:
@@ -60,6 +69,7 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"gate_hidden_size": 8},
         {"num_selected_blocks_table": ((-1, 40, 3),)},
         *TABLES,
+        MIXED,
     ],
     ids=str,
 )
@@ -81,10 +91,10 @@ def test_prompts_and_steps_equal_the_whole(changes: dict[str, Any]) -> None:
     assert decoder.cache.lengths == [n + sum(STEPS) for n in LENGTHS]
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_rejected_tokens_are_removed(attention: str) -> None:
+@pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, MIXED], ids=str)
+def test_rejected_tokens_are_removed(changes: dict[str, Any]) -> None:
     """Speculative decoding: 5 proposed tokens are rejected."""
-    model = make(attention=attention)
+    model = make(**changes)
     expected, prompts = whole(model), texts()
     decoder = Decoder(model, 3, max_tokens=100)
     decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])

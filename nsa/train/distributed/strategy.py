@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Compiler = Callable[[Any], Any]
 Layer = Callable[..., Tensor]
+
+_GRAPHS_PER_KIND = 8  # PyTorch's limit for one function
 
 
 class Replicated:
@@ -189,6 +192,10 @@ def _compile_layers(loss: NextTokenLoss, compiler: Compiler) -> None:
     def in_training(compiled: Layer, eager: Layer) -> Layer:
         return lambda *args: (compiled if torch.is_grad_enabled() else eager)(*args)
 
+    # All layers share the code of their forward pass, and so the graphs that it may have: one for
+    # each kind of layer, and more while sizes vary.
+    limit = _GRAPHS_PER_KIND * len(loss.model.config.kinds)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, limit)
     for layer in loss.model.decoder_layers():
         forward = in_training(compiler(layer.forward), layer.forward)
         layer.forward = forward  # type: ignore[method-assign]

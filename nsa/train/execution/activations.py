@@ -16,7 +16,7 @@ def checkpoint_activations(model: LanguageModel, config: CheckpointingConfig) ->
         ValueError: the policy is ``operators`` for sparse attention on a CPU, whose reference is no
             single operator.
     """
-    is_single = model.config.attention == "dense" or model.embedding.weight.is_cuda
+    is_single = model.config.attention_kind == "dense" or model.embedding.weight.is_cuda
     fits = config.policy != "operators" or is_single
     rule = "not be operators with attention nsa on a CPU"
     hint = "On a CPU attention is no single operator; take full."
@@ -31,7 +31,7 @@ def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dic
     While a layer runs backward, its recomputed tensors exist as well, one layer at a time.
 
     Args:
-        config: the model.
+        config: the model, from :meth:`LMConfig.layer`.
         keeps: ``attention`` or ``input``; for ``everything``, PyTorch and its compiler decide what
             is kept.
         activation_bytes: size of an element of a matrix product's result: 2 for bf16 compute, 4

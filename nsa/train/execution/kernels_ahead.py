@@ -25,9 +25,9 @@ def run_step(config: TrainConfig) -> None:
     with autocast(torch.device("cpu"), config.compute_dtype):
         embedding = Embedding(model.vocab_size, model.width)
         embedding(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()
-        for pattern in dict.fromkeys(map(model.nsa.for_layer, range(model.num_layers))):
-            dense = model.attention == "dense"
-            attention = (DenseAttention if dense else NativeSparseAttention)(model.width, pattern)
+        for kind in model.kinds:
+            dense = kind.attention == "dense"
+            attention = (DenseAttention if dense else NativeSparseAttention)(model.width, kind.nsa)
             if isinstance(attention, NativeSparseAttention) and config.telemetry:
                 attention.statistics = new_statistics("cpu")
             x = torch.empty(num_tokens, model.width, requires_grad=True)
@@ -45,10 +45,11 @@ def run_generation(
         max_tokens: longest sequence, tokens.
         dtype: compute dtype; None means that of the parameters.
     """
-    if config.attention == "dense":  # PyTorch's kernels of unequal lengths run on a GPU alone
-        lengths = [max(lengths)] * len(lengths)
-    for pattern in dict.fromkeys(map(config.nsa.for_layer, range(config.num_layers))):
-        model = LanguageModel(replace(config, num_layers=1, nsa=pattern))
+    for kind in config.kinds:
+        prompts = [[0] * length for length in lengths]
+        if kind.attention == "dense":  # PyTorch's kernels of unequal lengths run on a GPU alone
+            prompts = [[0] * max(lengths)] * len(lengths)
+        model = LanguageModel(replace(kind, num_layers=1))
         decoder = Decoder(model, len(lengths), max_tokens=max_tokens, compute_dtype=dtype)
-        decoder.prefill([[0] * length for length in lengths])
+        decoder.prefill(prompts)
         decoder.step(torch.zeros(len(lengths), 1, dtype=torch.int64))

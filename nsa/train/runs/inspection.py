@@ -104,21 +104,27 @@ class Inspection:
     def record(self, path: Path) -> None:
         """Write the block indices of each layer, ``[Hkv, n, T]``, and the block size as ``.npz``.
 
+        The block size is a number, or one number per layer if layers differ.
+
         Queries come last: neighbours are nearly equal, which compresses well.
 
         Raises:
             UserError: the selected branch is disabled.
         """
-        found = [layer for layer in self.layers if layer.selection is not None]
+        found = _with_selection(self.layers)
         rule = "be given for a model with the selected branch"
         check(bool(found), "--record", rule, path)
-        assert found[0].selection is not None
         arrays: dict[str, Any] = {
-            f"layer{n}": layer.blocks.transpose(1, 2, 0) for n, layer in enumerate(found)
+            f"layer{layer.layer}": layer.blocks.transpose(1, 2, 0) for layer in found
         }
-        arrays["block_size"] = np.array(found[0].selection["block_size"])
+        sizes = [layer.selection["block_size"] for layer in found if layer.selection]
+        arrays["block_size"] = np.array(sizes if len({*sizes}) > 1 else sizes[0])
         with new_file(path) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
+
+
+def _with_selection(layers: Iterable[Layer]) -> list[Layer]:
+    return [layer for layer in layers if layer.selection is not None]
 
 
 @torch.no_grad()
@@ -274,8 +280,8 @@ def inspect_run(
         UserError: no such checkpoint or device, a dense model, no text or too little of it.
     """
     config = folder.load_config()
-    rule = "be a run of a model with attention nsa"
-    check(config.model.attention == "nsa", "RUN", rule, config.model.attention)
+    rule, kind = "be a run of a model with attention nsa", config.model.attention_kind
+    check(kind != "dense", "RUN", rule, kind)
     check(num_tokens is None or num_tokens > 1, "--tokens", "be above 1", num_tokens)
     on, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
     tokens, name = _tokens(folder, config, text, num_tokens or config.seq_len)
@@ -337,10 +343,14 @@ def inspection_page(found: Inspection) -> str:
     """Return the page as HTML; it needs no other file."""
     layers, numbers = found.layers, [layer.layer for layer in found.layers]
     curves = [row for layer in layers for row in _curves(layer)]
-    head = ["layer", *(f"gate {branch}, mean" for branch in layers[0].gates)]
-    rows = [[x.layer, *(round(gates["mean"], 4) for gates in x.gates.values())] for x in layers]
+    branches = [branch for branch in BRANCHES if any(branch in x.gates for x in layers)]
+    head = ["layer", *(f"gate {branch}, mean" for branch in branches)]
+    rows: list[list[object]] = [
+        [x.layer, *(round(x.gates[b]["mean"], 4) if b in x.gates else None for b in branches)]
+        for x in layers
+    ]
     parts = dict[str, str]()
-    if layers[0].selection is not None:
+    if _with_selection(layers):
         head += ["selected keys a query", "distance, tokens", "shared with the query before"]
         for row, layer in zip(rows, layers, strict=True):
             if layer.selection is not None:
@@ -356,7 +366,7 @@ def inspection_page(found: Inspection) -> str:
             "Left: share of the selected blocks by their distance. Right: share of the blocks of a "
             "query that the earlier query selected too.",
         )
-    plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in layers[0].gates]
+    plots = [Plot(f"gate {branch}", f"gate_{branch}") for branch in branches]
     parts["Gates"] = figure_element(
         layers_figure(curves, numbers, plots, "gate, percent"),
         "Distribution of the gates of each branch over tokens and query heads.",
@@ -392,14 +402,15 @@ def check_selects(argument: str, config: LMConfig) -> None:
     Raises:
         UserError: the model is dense, or its selected branch is disabled.
     """
-    selects = config.attention == "nsa" and "slc" in config.nsa.branches
-    rule, found = "be left out for a model without the selected branch", f"{config.attention}"
-    check(selects, argument, rule, f"attention {found}, branches {config.nsa.branches}")
+    kinds = [(kind.attention, kind.nsa.branches) for kind in config.kinds]
+    selects = any(attention == "nsa" and "slc" in branches for attention, branches in kinds)
+    rule = "be left out for a model without the selected branch"
+    check(selects, argument, rule, "attention {}, branches {}".format(*kinds[0]))
 
 
 def selection_lines(layers: Sequence[Layer]) -> Iterator[str]:
     """Lines that show the blocks of the last query in each layer: a bar and the token ranges."""
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(_with_selection(layers)):
         assert layer.selection is not None
         size, query, heads = layer.selection["block_size"], len(layer.blocks) - 1, layer.blocks[-1]
         if number == 0:
@@ -423,9 +434,10 @@ def heat_maps(layers: Sequence[Layer], first_query: int = 0) -> Figure:
     """Draw a heat map for each layer: queries downwards, keys to the right.
 
     Args:
-        layers: layers with selected blocks, at least one.
+        layers: layers, of which at least one has selected blocks.
         first_query: position of the query in the first row.
     """
+    layers = _with_selection(layers)
     across = min(len(layers), _MAPS_PER_ROW)
     down = -(-len(layers) // across)
     figure = Figure(figsize=(3.2 * across + 1, 2.8 * down + 0.4), layout="constrained")
