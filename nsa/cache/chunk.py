@@ -73,7 +73,7 @@ class Chunk:
     ) -> None:
         self.config, self.tensors, self.backend = config, tensors, backend
         table = tensors.table
-        sizes = (config.block_size, *block_sizes(config), config.scores_blocks)
+        sizes = (config.block_size, *block_sizes(config), config.compresses_keys)
         if (key := (table.device, *sizes)) not in step.places:
             # Without cached tokens use the caller's sequences, which may be a dense batch.
             alone = None if any(step.before) else sequences

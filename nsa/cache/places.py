@@ -22,7 +22,7 @@ class Places:
     Tensors are int64 unless stated, and computed at first use.
 
     Args:
-        config: the sparse pattern; only the block sizes and ``scores_blocks`` are used.
+        config: the sparse pattern; only the block sizes and ``compresses_keys`` are used.
         table: page table, with pages for the new tokens.
         before: tokens of each sequence cached before the step.
         counts: new tokens of each sequence.
