@@ -166,8 +166,13 @@ def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
     return compressed_attention(x["q"], x["k_cmp"], x["v_cmp"], config, backend=backend)
 
 
+def scoring_keys(config: NSAConfig) -> str:
+    """Name of the keys that the selection scores."""
+    return "k_slc" if config.scores == "token_max" else "k_cmp"
+
+
 def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
-    return select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
+    return select_blocks(x["q"], x[scoring_keys(config)], x.get("lse"), config, backend=backend)
 
 
 def _selected(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -222,7 +227,8 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
     tensors, config = dict(base), point.config
     if case.name == "attention.selected":
         tensors["block_indices"] = random_selection(point)
-    if case.name in ("attention.compressed", "attention.choice"):
+    scores_blocks = case.name == "attention.choice" and config.scores == "compressed"
+    if case.name == "attention.compressed" or scores_blocks:
         k, v = base["k_cmp_raw"], base["v_cmp_raw"]
         batch, length = k.shape[:2]
         sequences = Sequences(None, batch, length, length, k.device, (batch, length))
@@ -272,19 +278,23 @@ def useful_flops(problem: Problem, mode: str, *, dense: bool = False) -> int:
 
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
     ``6 D + 4 Dv`` more backward. Whole attention is the sum of its three branches; selection counts
-    one product with every visible compressed key.
+    one product with every visible compressed key. With ``token_max`` it is one with every visible
+    token, which whole attention counts, too.
     """
     name, config = problem.case.name, problem.point.config
     size, value_size = config.head_dim, config.value_dim
     operations = 2 * size + 2 * value_size
     if mode == "fwd_bwd":
         operations += 6 * size + 4 * value_size
+    seq_len, by_token = problem.point.seq_len, config.scores == "token_max"
     counted: tuple[str, ...] = (name,)
+    more = 0
     if name == "attention.choice":
-        counted, operations = ("attention.compressed",), 2 * size
+        counted, operations = ("dense" if by_token else "attention.compressed",), 2 * size
     if name == "attention":
         counted = ("attention.compressed", "attention.selected", "attention.window")
+        more = 2 * size * pairs("dense", seq_len, config) if by_token else 0
     if dense:
-        counted = ("dense",)
-    number = sum(pairs(each, problem.point.seq_len, config) for each in counted)
-    return number * problem.point.batch * config.num_heads * operations
+        counted, more = ("dense",), 0
+    number = sum(pairs(each, seq_len, config) for each in counted)
+    return (number * operations + more) * problem.point.batch * config.num_heads

@@ -120,3 +120,11 @@ def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
         assert useful_flops(problem, "fwd_bwd") == heads * count * both
     selection_alone = replace(whole, case=CASES["attention.choice"])
     assert useful_flops(selection_alone, "fwd") == heads * pairs["compressed"] * 2 * 16
+    # By tokens: one product with each visible one, which whole attention has besides its branches.
+    tokens = heads * int(visible_tokens(sequences).sum()) * 2 * 16
+    by_token = replace(at, config=replace(config, scores="token_max"))
+    assert useful_flops(replace(selection_alone, point=by_token), "fwd") == tokens
+    for mode in ("fwd", "fwd_bwd"):
+        more = useful_flops(replace(whole, point=by_token), mode) - useful_flops(whole, mode)
+        assert more == tokens
+    assert useful_flops(replace(whole, point=by_token), "fwd", dense=True) == dense
