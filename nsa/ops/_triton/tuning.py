@@ -188,9 +188,8 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     tile = _default_sizes(key, capability)
     # Block selection with two-byte elements spills with the register limit and does not without it;
     # on 12.x it is the other way round.
-    limited = (
-        key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
-    )
+    selects = key.kernel.startswith("select_") and key.element_size == 2
+    limited = not selects or (capability or (0, 0))[0] == 12
     return tile._replace(max_registers=MOST_REGISTERS) if limited else tile
 
 
@@ -201,8 +200,10 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     if key.kernel == "select_blocks":
         return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
     if key.kernel == "select_token_max":
-        rows = 64 if key.element_size == 2 else 16
-        return Tile(rows, 16, 4, 2 if key.head_size <= 128 else 1, keep_queries=True)
+        if key.element_size == 4:
+            return Tile(16, 16, 8, 1)
+        rows = 64 if capability in OPERANDS_IN_SHARED_MEMORY else 32
+        return Tile(rows, 16, 4, 2 if key.head_size <= 128 else 1)
     if key.element_size == 4:
         return Tile(32, 16, 4, 1) if key.head_size <= 64 else Tile(16, 16, 8, 1)
     if key.head_size > 128:
