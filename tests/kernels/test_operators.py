@@ -320,7 +320,11 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
     "kept queries": (Case(heads(3, 2), TOKENS), {"keep_queries": True}),
     "other queries": (Case(heads(3, 2), TOKENS), {"keep_queries": False}),
     "small products": (Case(heads(3), TOKENS), {"bytes": 16 * 16 * 4}),
-    "many rows": (Case(heads(2), TOKENS), {"rows": 64, "keys": 4}),
+    # Tiles that begin in the first block and end where blocks are left to select.
+    "many rows": (
+        Case(heads(3, num_local_blocks=1, num_selected_blocks=3), (64,) * 8),
+        {"rows": 64, "keys": 4},
+    ),
     "fewer queries": (Case(heads(3, 2), (200, 64, 9), (20, 0, 9)), {}),
     "dense": (Case(heads(3, 2), (70, 70), dense=True), {}),
     "D 48": (Case(heads(2, head_dim=48), TOKENS), {}),
@@ -334,12 +338,12 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
     },
     "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
     "part of a block": (
-        Case(heads(2, head_dim=192, block_size=64, num_selected_blocks=3), (400, 70), (20, 9)),
+        Case(heads(2, head_dim=192, block_size=64), (450, 70), (20, 9)),
         {"keys": 4},
     ),
     **{
         f"l' {size}": (
-            Case(heads(2, block_size=size, num_selected_blocks=3), (6 * size + 5,), (40,)),
+            Case(heads(2, block_size=size), (6 * size + 5,), (40,)),
             {},
         )
         for size in (32, 128)

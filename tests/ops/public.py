@@ -291,9 +291,9 @@ def check_selection(case: Case, rows: Tensor | None = None) -> None:
     agree(selected.agreement(select(case, x.q, k, x)[rows]), case.most_near)
 
 
-def check_token_max(case: Case) -> None:
+def check_token_max(case: Case, rows: Tensor | None = None) -> None:
     """The blocks selected by tokens, in a pattern that may name other scores."""
-    check_selection(dataclasses.replace(case, config=by_token(case.config)))
+    check_selection(dataclasses.replace(case, config=by_token(case.config)), rows)
 
 
 def by_token(config: NSAConfig, **changes: Any) -> NSAConfig:
