@@ -152,9 +152,9 @@ def changes(key: TileKey) -> list[list[dict[str, Any]]]:
     by_token, gathers = key.kernel == "select_token_max", key.kernel in GATHERING
     selects = by_token or key.kernel == "select_blocks"
     keys_own = "_dkv" in key.kernel  # programs own keys: dK and dV
-    all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if selects else (32, 64, 128))
+    all_rows, all_keys = [32, 64, 128], ([8, 16, 32, 64] if selects else [32, 64, 128])
     if by_token:  # a step holds several products of keys, whatever its blocks
-        all_rows, all_keys = (64, 128), (16,)
+        all_rows, all_keys = [64, 128], [16]
     sizes = [
         {"rows": rows, "keys": keys, "warps": warps}
         for rows, keys, warps in product(all_rows, all_keys, (4, 8))

@@ -128,8 +128,8 @@ def test_a_dense_batch_by_tokens():
     batch = make_batch(small(scores="token_max"), (130, 130), (20, 20))
     q, k = batch.q(), batch.k()
     packed = select_blocks(q, k, None, batch.config, **batch.kwargs)
-    dense = (x.unflatten(0, (2, -1)) for x in (q, k))
-    assert torch.equal(select_blocks(*dense, None, batch.config).flatten(0, 1), packed)
+    q, k = (x.unflatten(0, (2, -1)) for x in (q, k))
+    assert torch.equal(select_blocks(q, k, None, batch.config).flatten(0, 1), packed)
 
 
 @pytest.mark.parametrize("changes", [{"scores": "token_max"}, FP8], ids=str)

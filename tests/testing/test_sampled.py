@@ -212,7 +212,7 @@ def test_rounding_of_large_products(loud, most):
     """
     case, q, k, sample, _ = selection(scores="token_max", dtype=torch.float32)
     q = loud * q
-    offsets = {"cu_seqlens_q": sample.cu_q, "cu_seqlens_k": sample.cu_k}
+    offsets: Any = {"cu_seqlens_q": sample.cu_q, "cu_seqlens_k": sample.cu_k}
     found = sampled_selection(q, k, sample, case.config)
     chosen = select_blocks(q, k, None, case.config, **offsets)
     assert found.agreement(chosen).against == 0
