@@ -31,6 +31,8 @@ USUAL_KEYS = 4
 # Most tokens, and most bytes of keys, in one product of the scores by tokens.
 PRODUCT_KEYS = 128
 PRODUCT_BYTES = 32 * 1024
+# Most scores in one step of the selection by tokens.
+STEP_SCORES = 2048
 # Limit on the shared memory for queries that stay on chip.
 KEPT_BYTES = 64 * 1024
 
@@ -167,7 +169,9 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
 
     def plans() -> tuple[Launch, Launch]:
         tile = tile_for("select_token_max", q, k)
-        tile = tile._replace(keys=max(tile.keys, next_power_of_2(selection.num_blocks)))
+        step = max(tile.keys, next_power_of_2(selection.num_blocks))
+        # The scores and the ranking of a step stay in registers.
+        tile = tile._replace(rows=max(16, min(tile.rows, STEP_SCORES // step)), keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
         constants = constants_of(q, k, keys, selection, tile)
         del constants["COUNTS"]
