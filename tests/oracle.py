@@ -253,6 +253,53 @@ def block_scores(
     return scores
 
 
+def e4m3(x: Array) -> Array:
+    """Nearest numbers with 4 bits of exponent and 3 of mantissa, ties to even, for |x| <= 448."""
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6) - 3)
+    return np.round(x / step) * step
+
+
+def rounded(x: Array) -> Array:
+    """fp8: the numbers of x, of which the largest becomes 448, in e4m3, times their fp32 scale."""
+    scale = np.float32(np.abs(x).max()) / np.float32(448)
+    return e4m3((x.astype(np.float32) / scale).astype(np.float64)) * float(scale) if scale else x
+
+
+def token_max_scores(
+    q: Array,
+    k: Array,
+    num_init: int,
+    num_local: int,
+    l_sel: int,
+    scale: float | None = None,
+    fp8: bool = False,
+) -> Array:
+    """Scores [T, Hkv, M] by the largest product of a token of the block, 0 for later blocks."""
+    num_rows, num_heads, dim = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    scale = dim**-0.5 if scale is None else scale
+    scores = np.zeros((num_rows, num_kv_heads, math.ceil(num_keys / l_sel)))
+    blocks = [slice(start, start + l_sel) for start in range(0, num_keys, l_sel)]
+    for g in range(num_kv_heads):
+        keys = [rounded(k[block, g]) if fp8 else k[block, g] for block in blocks]
+        for r in range(num_rows):
+            t = num_keys - num_rows + r
+            last = t // l_sel
+            forced = {
+                *range(min(num_init, last + 1)),
+                *range(max(last + 1 - num_local, 0), last + 1),
+            }
+            for h in range(g * num_heads // num_kv_heads, (g + 1) * num_heads // num_kv_heads):
+                visible = [s for s in range(t + 1) if s // l_sel in forced]
+                logits = k[visible, g] @ q[r, h] * scale
+                lse = logits.max() + math.log(np.exp(logits - logits.max()).sum())
+                row = rounded(q[r, h]) if fp8 else q[r, h]
+                for j in range(last + 1):
+                    m = (keys[j][: t + 1 - j * l_sel] @ row).max() * scale
+                    scores[r, g, j] += math.exp(min(m - lse, 80.0))
+    return scores
+
+
 def choose_row(
     scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int
 ) -> list[int]:
@@ -354,7 +401,8 @@ def native_sparse_attention(
     )
     outputs: list[Array | None] = [None, None, None]
     indices = np.full((num_rows, k_cmp_raw.shape[1], n), -1, dtype=np.int64)
-    if "cmp" in config.branches or "slc" in config.branches:
+    by_token = config.scores == "token_max"
+    if "cmp" in config.branches or ("slc" in config.branches and not by_token):
         k_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k)
         scoring_q = q if q_cmp is None else q_cmp
         if config.compress_rope != "none" and rotate_keys is not None:
@@ -368,7 +416,11 @@ def native_sparse_attention(
             scoring_q, k_cmp, v_cmp, visible_cmp(num_rows, num_keys, l, d), scale
         )
     if "slc" in config.branches:
-        scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
+        if by_token:
+            fp8 = config.score_precision == "fp8"
+            scores = token_max_scores(q, k_slc, num_init, num_local, l_sel, scale, fp8)
+        else:
+            scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
         table = [(length, m) for _, length, m in config.num_selected_blocks_table]
         indices = choose(scores, num_keys, n, num_init, num_local, l_sel, table)
         outputs[1], _ = attention(

@@ -63,10 +63,11 @@ def test_dense_batch_with_more_keys_than_queries():
     near(out, run_oracle(batch, inputs)[0].reshape(2, 20, 4, 32))
 
 
+@pytest.mark.parametrize("scores", ["compressed", "token_max"])
 @pytest.mark.parametrize("branches", SUBSETS)
-def test_branch_switches(branches):
+def test_branch_switches(branches, scores):
     """The inputs of a branch that is off may be missing or NaN; with slc on, k_cmp_raw scores."""
-    config = small(branches=branches)
+    config = small(branches=branches, scores=scores)
     batch = make_batch(config, (140, 257), (140, 12))
     inputs, rope = make(batch), Rope.from_config(config)
     expected, _ = run_oracle(batch, inputs)
@@ -75,7 +76,8 @@ def test_branch_switches(branches):
     off: dict[str, Any] = {
         name: torch.full_like(inputs.tensors[name], torch.nan)
         for name in NAMES[1:7]
-        if name.split("_")[1] not in branches and not (name == "k_cmp_raw" and "slc" in branches)
+        if name.split("_")[1] not in branches
+        and not (name == "k_cmp_raw" and "slc" in branches and scores == "compressed")
     }
     for others in (off, dict.fromkeys(off)):
         given: Any = {**inputs.tensors, **others, **batch.kwargs}

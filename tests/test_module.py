@@ -23,6 +23,9 @@ from tests.ops.cases import array, grad, make_batch, near, offsets, small, stack
 
 WIDTH = 48
 SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
+# Branches, and the scores of their blocks.
+SCORED = [(branches, "compressed") for branches in SUBSETS]
+SCORED += [(branches, "token_max") for branches in SUBSETS if "slc" in branches]
 PHIS = ("mean", "linear", "mlp")
 
 
@@ -95,6 +98,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_scaling": RopeScaling("linear", 4.0)},
     {"rope_scaling": RopeScaling("yarn", 4.0, 64)},
     {"qk_norm": True, "compress_rope": "none", "phi": "mlp"},
+    {"scores": "token_max", "compress_rope": "none", "qk_norm": True},
+    {"scores": "token_max", "score_precision": "fp8", "share_kv": True},
+    {"scores": "token_max", "branches": ("slc", "win"), "compress_rope": "none"},
+    {"scores": "token_max", "branches": ("slc",), "share_kv": True},
     {"qk_norm": True, "share_kv": True, "rotary_dim": 8, "gate_hidden_size": 11},
 ]
 
@@ -102,6 +109,27 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
 def test_other_configs(changes):
     matches(small(**changes))
+
+
+@pytest.mark.parametrize("shape", [(257,), (2, 140)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_rope": "none"},
+        *(
+            {"scores": "token_max", "branches": branches, "share_kv": share_kv}
+            for branches, share_kv in ((BRANCHES, False), (("slc", "win"), True))
+        ),
+    ],
+    ids=str,
+)
+def test_the_blocks_of_the_forward(changes, shape):
+    module, x, seen = layer(small(**changes)), tokens(*shape), list[Tensor]()
+    module.observer = lambda gates, blocks: None if blocks is None else seen.append(blocks)
+    module(x)
+    found = module.choose_blocks(x)
+    assert torch.equal(found, seen[0])
+    assert not torch.equal(found[:, 0], found[:, 1])
 
 
 @pytest.mark.parametrize("shape", [(140,), (3, 130), (2, 7), (1, 1), (4, 0)])
@@ -183,16 +211,16 @@ def test_parameters_of_the_default_form():
     }
 
 
-@pytest.mark.parametrize("branches", SUBSETS)
-def test_branch_that_is_off_has_no_parameters(branches):
-    found = shapes(small(branches=branches, phi="mlp"))
-    shared = shapes(small(branches=branches, share_kv=True))
+@pytest.mark.parametrize(("branches", "scores"), SCORED)
+def test_branch_that_is_off_has_no_parameters(branches, scores):
+    found = shapes(small(branches=branches, scores=scores, phi="mlp"))
+    shared = shapes(small(branches=branches, scores=scores, share_kv=True))
     assert {name for name in shared if "proj" in name} == {f"{n}_proj.weight" for n in "qkvo"}
     projections = {
         name.removesuffix("_proj.weight") for name in found if name.endswith("_proj.weight")
     } - {"q", "o"}
     wanted = {f"{kind}_{branch}" for kind in "kv" for branch in branches}
-    scoring = "slc" in branches and "cmp" not in branches
+    scoring = "slc" in branches and "cmp" not in branches and scores == "compressed"
     assert projections == wanted | ({"k_cmp"} if scoring else set())
     assert {name.split(".")[0] for name in found if name.startswith("phi")} == (
         {"phi_k", "phi_v"} if "cmp" in branches else {"phi_k"} if scoring else set()
@@ -237,12 +265,13 @@ def test_gates_that_start_open_or_closed(bias, middle, hidden):
 
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("share_kv", [False, True])
-@pytest.mark.parametrize("branches", SUBSETS)
-def test_every_parameter_learns(branches, share_kv, phi):
+@pytest.mark.parametrize(("branches", "scores"), SCORED)
+def test_every_parameter_learns(branches, scores, share_kv, phi):
     """All parameters get a gradient, except frozen ones that only the selection depends on."""
-    module = layer(small(branches=branches, share_kv=share_kv, phi=phi, gate_hidden_size=3))
+    options = {"share_kv": share_kv, "phi": phi, "gate_hidden_size": 3}
+    module = layer(small(branches=branches, scores=scores, **options))
     module(tokens(140)).square().sum().backward()
-    scoring = "slc" in branches and "cmp" not in branches
+    scoring = "slc" in branches and "cmp" not in branches and scores == "compressed"
     for name, parameter in module.named_parameters():
         frozen = scoring and (name.startswith("phi_k") or name == "k_cmp_proj.weight")
         assert parameter.requires_grad != frozen, name
@@ -253,10 +282,10 @@ def test_every_parameter_learns(branches, share_kv, phi):
 
 @pytest.mark.parametrize("phi", PHIS)
 @pytest.mark.parametrize("share_kv", [False, True])
-@pytest.mark.parametrize("branches", SUBSETS)
-def test_no_gradient_is_missing_when_nothing_is_compressed(branches, share_kv, phi):
+@pytest.mark.parametrize(("branches", "scores"), SCORED)
+def test_no_gradient_is_missing_when_nothing_is_compressed(branches, scores, share_kv, phi):
     """All sequences are shorter than l: zero for what only the compressed branch uses, not None."""
-    module = layer(small(branches=branches, phi=phi, share_kv=share_kv))
+    module = layer(small(branches=branches, scores=scores, phi=phi, share_kv=share_kv))
     module(tokens(8), cu_seqlens=offsets((7, 0, 1))).square().sum().backward()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -295,6 +324,7 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="nsa"):
         NativeSparseAttention(WIDTH, small())
+        NativeSparseAttention(WIDTH, small(branches=("slc",), scores="token_max"))
     assert "frozen" not in caplog.text
 
 

@@ -209,8 +209,13 @@ def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
     return compressed_attention(x["q"], x["k_cmp"], x["v_cmp"], config, backend=backend)
 
 
+def scoring_keys(config: NSAConfig) -> str:
+    """Name of the keys that the selection scores."""
+    return "k_slc" if config.scores == "token_max" else "k_cmp"
+
+
 def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
-    return select_blocks(x["q"], x["k_cmp"], x["lse"], config, backend=backend)
+    return select_blocks(x["q"], x[scoring_keys(config)], x.get("lse"), config, backend=backend)
 
 
 def _selected(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -277,7 +282,8 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
         is_recorded = point.choice == "recorded"
         select = recorded_selection if is_recorded else random_selection
         tensors["block_indices"] = select(point)
-    if case.name in ("attention.compressed", "attention.choice"):
+    by_keys = case.name == "attention.choice" and config.scores == "compressed"
+    if case.name == "attention.compressed" or by_keys:
         with torch.no_grad():
             tensors |= zip(_CMP, _compress(tensors, config, backend), strict=True)
             tensors["lse"] = _compressed(tensors, config, backend)[1]
@@ -329,8 +335,9 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
 
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
     ``6 D + 4 Dv`` more backward. Whole attention is the sum of its three branches; selection counts
-    one product with every visible compressed key. Bytes are each input and output once; a backward
-    pass adds their gradients, and the inputs again if it needs them.
+    one product with every visible compressed key. With ``token_max`` it is one with every visible
+    token, which whole attention counts, too. Bytes are each input and output once; a backward pass
+    adds their gradients, and the inputs again if it needs them.
     """
     if problem.case.name in ("attention.compress", "attention.combine"):
         return {"bytes": _moved_bytes(problem, mode)}
@@ -339,15 +346,19 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     operations = 2 * size + 2 * value_size
     if mode == "fwd_bwd":
         operations += 6 * size + 4 * value_size
+    seq_len, by_token = problem.point.seq_len, config.scores == "token_max"
     counted: tuple[str, ...] = (name,)
+    more = 0
     if name == "attention.choice":
-        counted, operations = ("attention.compressed",), 2 * size
+        counted, operations = ("dense" if by_token else "attention.compressed",), 2 * size
     if name == "attention":
         counted = ("attention.compressed", "attention.selected", "attention.window")
+        more = 2 * size * pairs("dense", seq_len, config) if by_token else 0
     if dense:
-        counted = ("dense",)
-    number = sum(pairs(each, problem.point.seq_len, config) for each in counted)
-    return {"flops": number * problem.point.batch * config.num_heads * operations}
+        counted, more = ("dense",), 0
+    number = sum(pairs(each, seq_len, config) for each in counted)
+    flops = (number * operations + more) * problem.point.batch * config.num_heads
+    return {"flops": flops}
 
 
 def _moved_bytes(problem: Problem, mode: str) -> int:

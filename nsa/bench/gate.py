@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nsa.bench.cases import CASES, Problem, Tensors, prepare, selected_counts
+from nsa.bench.cases import CASES, Problem, Tensors, prepare, scoring_keys, selected_counts
 from nsa.bench.clock import Fields, judge
 from nsa.config import NSAConfig
 from nsa.rope import Rope
@@ -102,7 +102,7 @@ class Gate:
         """
         plain = {"coarse_block_size": None, "num_coarse_blocks": 0, "score_precision": "exact"}
         config = replace(self.problem.point.config, **plain)  # type: ignore[arg-type]
-        sampled = self._selection(self._packed["q"], self._packed["k_cmp"], config)
+        sampled = self._selection(self._packed, config)
         actual = chosen.flatten(0, 1)[self.selections]
         wanted = (sampled.indices >= 0) & sampled.clear[..., None]
         found = (sampled.indices[..., None] == actual[..., None, :]).any(-1) & wanted
@@ -181,7 +181,7 @@ class Gate:
 
         Args:
             chosen: ``[B, S, Hkv, n]``.
-            problem: contains the ``q`` and ``k_cmp`` that were scored.
+            problem: contains the queries and keys that were scored.
         """
         config, x = problem.point.config, problem.tensors
         t = torch.arange(problem.point.seq_len, device=chosen.device)
@@ -190,14 +190,15 @@ class Gate:
             wanted = torch.minimum(selected_counts(t, config), t // config.block_size + 1)
             full = (chosen >= 0).sum(-1) == wanted[:, None]
             assert bool(full.all()), "block_indices: not as many blocks as there are to select"
-        sampled = self._selection(x["q"].flatten(0, 1), x["k_cmp"], config)
+        packed = {name: y.flatten(0, 1) if y.ndim == 4 else y for name, y in x.items()}
+        sampled = self._selection(packed, config)
         agreement = sampled.agreement(chosen.flatten(0, 1)[self.selections])
         different = f"{agreement.against} of {agreement.rows} sampled selections differ from fp64"
         assert agreement.against == 0, f"block_indices: {different}"
 
-    def _selection(self, q: Tensor, k_cmp: Tensor, config: NSAConfig) -> SampledSelection:
+    def _selection(self, packed: Tensors, config: NSAConfig) -> SampledSelection:
         sample = Sample(self.selections, self.keys, self._offsets, self._offsets)
-        return sampled_selection(q, k_cmp, sample, config)
+        return sampled_selection(packed["q"], packed[scoring_keys(config)], sample, config)
 
 
 def approximates(config: NSAConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from io import StringIO
 from itertools import product
@@ -113,8 +113,10 @@ def bench_tune(
     here = origin(device)
     path = out or TABLES / f"{table_name(here['gpu'])}.json"
     faults = list[str | None]()
-    for case in list(CASES.values())[1:]:  # without whole attention
-        for task in (task for task in find_tasks(case, points) if fnmatch(task.key.kernel, kernel)):
+    by_token = [replace(at, config=replace(at.config, scores="token_max")) for at in points]
+    measured = [(case, points) for case in list(CASES.values())[1:]]  # without whole attention
+    for case, some in [*measured, (CASES["attention.choice"], by_token)]:
+        for task in (task for task in find_tasks(case, some) if fnmatch(task.key.kernel, kernel)):
             lengths = ", ".join(f"{seq_len:,}" for seq_len in task.works)
             what = f"{case.name} {task.mode}, {points[0].shape} shape, by length"
             print(f"\n{task.key}, {what}: {lengths}\n  in use: {task.start}", flush=True)
@@ -147,9 +149,12 @@ def find_tasks(case: Case, points: Sequence[Point]) -> list[Task]:
 
 def changes(key: TileKey) -> list[list[dict[str, Any]]]:
     """Groups of changes to a tile: sizes with warps, then one group per option."""
-    selects, gathers = key.kernel == "select_blocks", key.kernel in GATHERING
+    by_token, gathers = key.kernel == "select_token_max", key.kernel in GATHERING
+    selects = by_token or key.kernel == "select_blocks"
     keys_own = "_dkv" in key.kernel  # programs own keys: dK and dV
-    all_rows, all_keys = (32, 64, 128), ((8, 16, 32, 64) if selects else (32, 64, 128))
+    all_rows, all_keys = [32, 64, 128], ([8, 16, 32, 64] if selects else [32, 64, 128])
+    if by_token:  # a step holds several products of keys, whatever its blocks
+        all_rows, all_keys = [64, 128], [16]
     sizes = [
         {"rows": rows, "keys": keys, "warps": warps}
         for rows, keys, warps in product(all_rows, all_keys, (4, 8))

@@ -125,6 +125,15 @@ def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
     selection_alone = replace(whole, case=CASES["attention.choice"])
     scored = heads * pairs["compressed"] * 2 * 16
     assert useful_work(selection_alone, "fwd") == {"flops": scored}
+    # By tokens: one product with each visible one, which whole attention has besides its branches.
+    tokens = heads * int(visible_tokens(sequences).sum()) * 2 * 16
+    by_token = replace(at, config=replace(config, scores="token_max"))
+    choice, whole_by_token = (replace(x, point=by_token) for x in (selection_alone, whole))
+    assert useful_work(choice, "fwd") == {"flops": tokens}
+    for mode in ("fwd", "fwd_bwd"):
+        found, plain = (useful_work(x, mode)["flops"] for x in (whole_by_token, whole))
+        assert found - plain == tokens
+    assert useful_work(whole_by_token, "fwd", dense=True) == {"flops": dense}
 
 
 COMPRESS = {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}

@@ -19,10 +19,15 @@ from nsa.bench.gate import Gate, approximates
 SMALL = NSAConfig(4, 2, 16, 32, 8, 4, 16, num_selected_blocks=4, window_size=32)
 
 
+BY_TOKEN = replace(SMALL, scores="token_max")
+
+
 @cache
-def measured(name: str, dtype: torch.dtype = torch.float32) -> tuple[Gate, dict[str, Tensor]]:
+def measured(
+    name: str, dtype: torch.dtype = torch.float32, config: NSAConfig = SMALL
+) -> tuple[Gate, dict[str, Tensor]]:
     """Gate of a case, and right results by name."""
-    point, case = Point("small", SMALL, 160, 3, "shared4", dtype, torch.device("cpu")), CASES[name]
+    point, case = Point("small", config, 160, 3, "shared4", dtype, torch.device("cpu")), CASES[name]
     problem = prepare(case, make_tensors(point), point, "reference")
     return Gate(problem), PROVIDERS["reference"].work(problem, case.modes[-1]).run()
 
@@ -39,18 +44,26 @@ def gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_right_results_pass(name: str, dtype: torch.dtype) -> None:
-    gate, results = measured(name, dtype)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, SMALL) for name in sorted(CASES)),
+        *((name, BY_TOKEN) for name in ("attention", "attention.choice")),
+    ],
+)
+def test_right_results_pass(name: str, config: NSAConfig, dtype: torch.dtype) -> None:
+    gate, results = measured(name, dtype, config)
     verdict = gate.check(results, backend="reference")
     assert verdict["correct"], verdict["note"]
     assert set(verdict["errors"]) == (set(results) if name != "attention.choice" else set())
     assert gate.check(results, backend="reference") == verdict
 
 
-def altered(name: str, which: str, change: Callable[[Tensor], Tensor]) -> str:
+def altered(
+    name: str, which: str, change: Callable[[Tensor], Tensor], config: NSAConfig = SMALL
+) -> str:
     """The error of the gate."""
-    gate, results = measured(name)
+    gate, results = measured(name, config=config)
     wrong = {**results, which: change(results[which].detach().clone())}
     verdict = gate.check(wrong, backend="reference")
     assert verdict["correct"] is False
@@ -155,13 +168,24 @@ WRONG = (
 )
 
 
+@pytest.mark.parametrize("config", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
 @pytest.mark.parametrize(("change", "why"), WRONG)
-def test_a_wrong_selection_is_rejected(change: Callable[[Tensor], Tensor], why: str) -> None:
-    assert why in altered("attention.choice", "out", change)
+def test_a_wrong_selection_is_rejected(
+    change: Callable[[Tensor], Tensor], why: str, config: NSAConfig
+) -> None:
+    assert why in altered("attention.choice", "out", change, config)
 
 
-def test_recall_counts_the_blocks_that_were_found() -> None:
-    gate, results = measured("attention.choice")
+def test_scores_of_another_kind_are_rejected() -> None:
+    for config, other in ((SMALL, BY_TOKEN), (BY_TOKEN, SMALL)):
+        gate, _ = measured("attention.choice", config=config)
+        verdict = gate.check(measured("attention.choice", config=other)[1], backend="reference")
+        assert "differ from fp64" in verdict["note"]
+
+
+@pytest.mark.parametrize("config", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
+def test_recall_counts_the_blocks_that_were_found(config: NSAConfig) -> None:
+    gate, results = measured("attention.choice", config=config)
     right = results["out"]
     assert gate.recall(right) == 1.0
     found = gate.recall(worse(right.clone()))
@@ -169,14 +193,15 @@ def test_recall_counts_the_blocks_that_were_found() -> None:
     assert 1 - crowded / 160 / 4 - 0.02 < found < 1 - 0.3 * crowded / 160 / 4
 
 
-def test_an_approximation_is_compared_with_its_own_selection() -> None:
+@pytest.mark.parametrize("exact", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
+def test_an_approximation_is_compared_with_its_own_selection(exact: NSAConfig) -> None:
     """And finds a part of the exact one."""
-    gate, results = measured("attention.choice")
-    config = replace(SMALL, score_precision="fp8")
+    gate, results = measured("attention.choice", config=exact)
+    config = replace(exact, score_precision="fp8")
     approximate = Gate(replace(gate.problem, point=replace(gate.problem.point, config=config)))
     found = PROVIDERS["reference"].work(approximate.problem, "fwd").run()
     assert approximate.check(found)["correct"]
     assert 0.9 < approximate.recall(found["out"]) < 1
     assert not approximate.check(results)["correct"]
     assert approximates(config)
-    assert not approximates(SMALL)
+    assert not approximates(exact)

@@ -176,6 +176,7 @@ class Walk:
         ("compressed_attention_dkv_long", {"tma", "keys_as_rows", "edge_stages"}),
         ("selected_gather_dkv", {"keys_as_rows"}),
         ("select_blocks", {"keep_queries"}),
+        ("select_token_max", {"keep_queries"}),
     ],
 )
 def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str]) -> None:
@@ -184,7 +185,7 @@ def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str])
     options = [tile._asdict().items() for tile in walk.measured]
     differ = {name for each in options for name, value in each if value != getattr(start, name)}
     assert differ == {"rows", "keys", "warps", "stages", "max_registers"} | fields
-    assert len(set(walk.measured)) == len(walk.measured) - 1 > 15  # each once, and START at the end
+    assert len(set(walk.measured)) == len(walk.measured) - 1 > 10  # each once, and START at the end
 
 
 def test_the_walk_finds_the_best_tile_that_fits_and_ignores_noise() -> None:

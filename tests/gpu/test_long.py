@@ -20,7 +20,15 @@ from nsa.testing.sampled import (
     sampled_values,
 )
 from tests.gpu.matrix import BF16, DEVICE, MATRIX, SEED, seed_case
-from tests.ops.public import ALGORITHMS, RUNS, Case, agree, check_selection, run_whole
+from tests.ops.public import (
+    ALGORITHMS,
+    RUNS,
+    Case,
+    agree,
+    check_selection,
+    check_token_max,
+    run_whole,
+)
 
 WIDE = NSAConfig(num_heads=64, num_kv_heads=4, head_dim=128, value_dim=128)
 
@@ -108,7 +116,8 @@ def test_branch_beyond_31_bits(branch):
 
 
 def test_selection_beyond_31_bits():
-    check_selection(CASE, rows_of(SEED))
+    for check in (check_selection, check_token_max):
+        check(CASE, rows_of(SEED))
 
 
 def test_combine_beyond_31_bits():

@@ -109,6 +109,9 @@ SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
         *({"branches": branches} for branches in SUBSETS),
         {"compress_rope": "start"},
         {"compress_rope": "none"},
+        {"scores": "token_max"},
+        {"scores": "token_max", "branches": ("slc", "win"), "num_init_blocks": 0},
+        {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
     ],
     ids=str,
 )
@@ -128,6 +131,12 @@ def test_algorithms_of_the_whole(algorithm):
         {"coarse_block_size": 256, "num_coarse_blocks": 5},
         {"score_precision": "fp8"},
         {"num_init_blocks": 0, "num_local_blocks": 1},
+        {"scores": "token_max", "num_selected_blocks_table": ((-1, 512, 5), (-1, 1024, 9))},
+        {"scores": "token_max", "num_init_blocks": 0, "num_local_blocks": 1},
+        *(
+            {"scores": "token_max", "score_precision": "fp8", "block_size": size}
+            for size in (32, 64, 128)
+        ),
     ],
     ids=str,
 )
@@ -136,7 +145,7 @@ def test_options_of_the_selection(changes):
 
 
 def test_ties_go_to_the_lower_block():
-    """All compressed keys have the same weight if q is 0: inner blocks tie exactly."""
+    """All keys have the same weight if q is 0: inner blocks tie exactly."""
     case = seed_case(3000)
     x = case.inputs()
     q, k = torch.zeros_like(x.q), x.k_cmp_raw[: 3000 // 16].contiguous()
@@ -144,6 +153,11 @@ def test_ties_go_to_the_lower_block():
     found = select_blocks(q, k, lse, SEED, backend=case.backend)
     assert torch.equal(
         found.cpu(), select_blocks(q.cpu(), k.cpu(), lse.cpu(), SEED, backend="reference")
+    )
+    config, k = of_seed(scores="token_max"), x.k_slc
+    found = select_blocks(q, k, None, config, backend=case.backend)
+    assert torch.equal(
+        found.cpu(), select_blocks(q.cpu(), k.cpu(), None, config, backend="reference")
     )
 
 

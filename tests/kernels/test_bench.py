@@ -30,6 +30,9 @@ def test_the_kernels_to_tune_are_those_that_look_tiles_up(monkeypatch):
         (TileKey(f"window_attention_{name}", 16, 4), mode, [128])
         for name, mode in (("fwd", "fwd"), ("dq", "fwd_bwd"), ("dkv", "fwd_bwd"))
     ]
+    by_token = replace(POINT, config=replace(POINT.config, scores="token_max"))
+    (task,) = tune.find_tasks(CASES["attention.choice"], [by_token])
+    assert (task.key, task.mode) == (TileKey("select_token_max", 16, 4), "fwd")
     other = tasks[0].start._replace(rows=16)
     assert tasks[0].measure(other) == {128: 1.0}
     assert tasks[0].fault(other) is None
@@ -75,13 +78,20 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
     assert seen == {f"window_attention_{name}" for name in ("fwd", "dq", "dkv")}
 
 
-@pytest.mark.parametrize("name", ["compressed", "choice", "window"])
-def test_kernels_pass_the_gate(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((f"attention.{name}", {}) for name in ("compressed", "choice", "window")),
+        *((name, {"scores": "token_max"}) for name in ("attention", "attention.choice")),
+    ],
+)
+def test_kernels_pass_the_gate(name, changes, monkeypatch):
     monkeypatch.setattr(clock, "time_call", lambda *_, **__: NOT_TIMED)
-    results, small = Results(None, CPU), replace(PROVIDERS["nsa"], name="small", variant=SMALL)
-    bench_attention(results, [POINT], [small], [f"attention.{name}"])
+    variant = {**SMALL, **changes}
+    results, small = Results(None, CPU), replace(PROVIDERS["nsa"], name="small", variant=variant)
+    bench_attention(results, [POINT], [small], [name])
     assert results.rows
-    assert all(row.correct and row.variant == SMALL for row in results.rows)
+    assert all(row.correct and row.variant == variant for row in results.rows)
 
 
 @pytest.mark.parametrize("provider", ["nsa", "dense-scan"])

@@ -25,6 +25,7 @@ from nsa.ops.projection import ops as projection_launch
 from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import index, launch
 from nsa.ops.selected import types as algorithm_rules
+from nsa.ops.selection import launch as selection_launch
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
 from tests.ops.properties import equal_bits
@@ -33,6 +34,7 @@ from tests.ops.public import (
     RUNS,
     Case,
     Results,
+    by_token,
     check_combine,
     check_compress,
     check_project,
@@ -309,6 +311,77 @@ def test_options_of_the_selection(changes):
     check_selection(Case(dataclasses.replace(NARROW, **changes), (270, 9)))
 
 
+TOKENS = (108, 1, 0, 21)
+# Changes of the tile (16 rows, 16 blocks a step) and the bytes of keys in one product, which covers
+# some blocks or a part of one.
+BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
+    "G 1": (Case(heads(1, 2), TOKENS), {}),
+    "G 12": (Case(heads(12), (100, 9)), {}),
+    "kept queries": (Case(heads(3, 2), TOKENS), {"keep_queries": True}),
+    "other queries": (Case(heads(3, 2), TOKENS), {"keep_queries": False}),
+    "small products": (Case(heads(3), TOKENS), {"bytes": 16 * 16 * 4}),
+    # Tiles that begin in the first block and end where blocks are left to select.
+    "many rows": (
+        Case(heads(3, num_local_blocks=1, num_selected_blocks=3), (64,) * 8),
+        {"rows": 64, "keys": 4},
+    ),
+    "fewer queries": (Case(heads(3, 2), (200, 64, 9), (20, 0, 9)), {}),
+    "dense": (Case(heads(3, 2), (70, 70), dense=True), {}),
+    "D 48": (Case(heads(2, head_dim=48), TOKENS), {}),
+    "many blocks": (Case(heads(2, num_selected_blocks=20), (340,), (90,)), {"keys": 4}),
+    **{
+        f"forced {init} {local}": (
+            Case(heads(2, num_init_blocks=init, num_local_blocks=local), (150, 33)),
+            {},
+        )
+        for init, local in ((0, 1), (2, 2), (1, 3))
+    },
+    "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
+    "part of a block": (
+        Case(heads(2, head_dim=192, block_size=64), (450, 70), (20, 9)),
+        {"keys": 4},
+    ),
+    **{
+        f"l' {size}": (
+            Case(heads(2, block_size=size), (6 * size + 5,), (40,)),
+            {},
+        )
+        for size in (32, 128)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "exact") for name in BY_TOKEN),
+        *((name, "fp8") for name in ("G 12", "kept queries", "small products", "part of a block")),
+    ],
+)
+def test_selection_by_token(name, precision, monkeypatch):
+    case, changes = BY_TOKEN[name]
+    changes = {"rows": 16, "keys": 16, **changes}
+    monkeypatch.setattr(selection_launch, "PRODUCT_BYTES", changes.pop("bytes", 32 * 1024))
+    config = by_token(case.config, score_precision=precision)
+    with tiles_chosen_by(lambda _, tile: tile._replace(**changes)):
+        check_selection(dataclasses.replace(case, config=config))
+
+
+def test_ties_by_token():
+    """All blocks tie if q is 0, and all with too large products, limited to exp(80)."""
+    config, k = by_token(of_pattern(SMALL, 2)), torch.randn(300, 1, 16)
+    q = torch.zeros(300, 2, 16)
+    loud = torch.ones(300, 2, 16)
+    high = k.abs() + 1.0
+    high[::16] *= 100.0
+    high[:16] = high[224:] = 0.01  # forced blocks of the last queries
+    for queries, keys in ((q, k), (loud, high)):
+        found = select_blocks(queries, keys, None, config, backend="triton")
+        expected = select_blocks(queries, keys, None, config, backend="reference")
+        assert torch.equal(found, expected)
+        assert found[-1, 0].tolist() == [0, 1, 17, 18]
+
+
 def test_steps_without_a_kept_block():
     """Most steps of the second stage are left out; the key before a kept block still counts."""
     sizes = {"coarse_block_size": 64, "num_coarse_blocks": 5}
@@ -354,6 +427,12 @@ def test_some_branches():
     for branches in (("slc", "win"), ("cmp", "win"), ("cmp",)):
         check_combine(Case(NARROW, (20,)), branches)
         RUNS["whole"](Case(dataclasses.replace(NARROW, branches=branches), (36,))).check()
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win"), ("slc",)], ids=str)
+def test_whole_by_token(branches):
+    changes = {"branches": branches, "compress_rope": "none" if "cmp" in branches else "middle"}
+    RUNS["whole"](Case(by_token(NARROW, **changes), (84, 9))).check()
 
 
 def test_whole_gathered():

@@ -38,11 +38,13 @@ from tests.ops.public import (
     RUNS,
     Case,
     Results,
+    by_token,
     leaves_of,
     named_tensors,
     run_whole,
 )
 
+SELECTIONS = ("choice", "token_max")
 OF_QUERIES = ("q", "gates", "block_indices")
 
 
@@ -78,6 +80,12 @@ def rows_selection(x: Tokens, case: Case) -> list[Tensor]:
     return [select_blocks(x["q"], k, lse, case.config, **cu)]
 
 
+def rows_token_max(x: Tokens, case: Case) -> list[Tensor]:
+    given, options = (x["q"], x["k_slc"], None), offsets_of(case)
+    configs = (by_token(case.config, score_precision=name) for name in ("exact", "fp8"))
+    return [select_blocks(*given, config, **options) for config in configs]
+
+
 def rows_slc(x: Tokens, case: Case) -> list[Tensor]:
     tensors = (x["q"], x["k_slc"], x["v_slc"], x["block_indices"])
     return list(
@@ -104,6 +112,7 @@ def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
 OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "compressed": rows_cmp,
     "choice": rows_selection,
+    "token_max": rows_token_max,
     "selected": rows_slc,
     "gathered": rows_slc,
     "window": rows_win,
@@ -132,7 +141,7 @@ def with_gradients(name: str, x: Tokens, case: Case) -> Tokens:
     }
     results = run_rows(name, leaves, case)
     found = {f"result {i}": result.detach() for i, result in enumerate(results)}
-    if name == "choice":
+    if name in SELECTIONS:
         return found
     results[0].backward(case.normal(*results[0].shape, seed=5))
     return {**found, **{key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}}
@@ -263,7 +272,7 @@ def test_nan_reaches_no_other_sequence(operator, like, setting):
     for key, tensor in clean.items():
         for part in (slice(start), slice(end, None)):
             assert equal_bits(tensor[part], other[key][part]), f"{key} without NaN changed"
-        if key == "result 0" and operator != "choice":
+        if key == "result 0" and operator not in SELECTIONS:
             assert bool(other[key][start:end].isnan().any())
 
 

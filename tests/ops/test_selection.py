@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa import compressed_attention, select_blocks
+from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
-from nsa.ops.selection.reference import block_scores, choose_blocks
+from nsa.ops.selection import SelectionInputs
+from nsa.ops.selection.reference import block_scores, choose_blocks, token_max_scores
 from tests import oracle
 from tests.ops.cases import BATCHES, SHORT, Batch, array, make_batch, near, small, stack
 
@@ -34,21 +37,37 @@ PATTERNS = {
 }
 
 
+SCORES = ("compressed", "token_max")
+FP8 = {"scores": "token_max", "score_precision": "fp8"}
+
+
 def scores_and_selection(
     batch: Batch, q: Tensor, k: Tensor, scale: float | None = None, packed: bool = True
 ) -> tuple[Tensor, Tensor]:
+    config, lse = batch.config, None
     offsets: Any = batch.kwargs if packed else {}
-    _, lse = compressed_attention(q, k, None, batch.config, softmax_scale=scale, **offsets)
-    selected = select_blocks(q, k, lse, batch.config, softmax_scale=scale, **offsets)
+    if config.scores == "compressed":
+        _, lse = compressed_attention(q, k, None, config, softmax_scale=scale, **offsets)
+    selected = select_blocks(q, k, lse, config, softmax_scale=scale, **offsets)
     lengths = max(batch.lengths_q), max(batch.lengths_k)
     cu = batch.kwargs["cu_seqlens_q"], batch.kwargs["cu_seqlens_k"]
     sequences = Sequences(cu, len(batch.lengths_k), *lengths, q.device)
-    used = batch.config.head_dim**-0.5 if scale is None else scale
-    return block_scores(q, k, lse, batch.config, sequences, used), selected
+    used = config.head_dim**-0.5 if scale is None else scale
+    if lse is None:
+        inputs, call = SelectionInputs(q, k, None), Call(config, sequences, used)
+        return token_max_scores(inputs, call), selected
+    return block_scores(q, k, lse, config, sequences, used), selected
 
 
-def check(batch: Batch, scale: float | None = None, packed: bool = True) -> None:
-    q, k = batch.q().requires_grad_(), batch.compressed(16).requires_grad_()
+def keys_of(batch: Batch) -> Tensor:
+    return batch.k() if batch.config.scores == "token_max" else batch.compressed(16)
+
+
+def check(
+    batch: Batch, scale: float | None = None, packed: bool = True, loud: float = 1.0
+) -> Tensor:
+    """Compare with the oracle; return the scores. Queries are ``loud`` times the usual ones."""
+    q, k = (loud * batch.q()).requires_grad_(), keys_of(batch).requires_grad_()
     config = batch.config
     most = max(1, -(-max(batch.lengths_k) // config.block_size))
     forced = config.num_init_blocks, config.num_local_blocks
@@ -57,7 +76,12 @@ def check(batch: Batch, scale: float | None = None, packed: bool = True) -> None
         """Scores, 0 behind a sequence's own blocks, and what is selected from them."""
         sizes = (config.compress_block_size, config.compress_stride, config.block_size)
         num_keys = tokens.stop - tokens.start
-        scores = oracle.block_scores(array(q)[rows], array(k)[blocks], num_keys, *sizes, scale)
+        if config.scores == "token_max":
+            fp8 = config.score_precision == "fp8"
+            given = array(q)[rows], array(k)[tokens], *forced, config.block_size, scale, fp8
+            scores = oracle.token_max_scores(*given)
+        else:
+            scores = oracle.block_scores(array(q)[rows], array(k)[blocks], num_keys, *sizes, scale)
         selected = oracle.choose(
             scores, num_keys, config.num_selected_blocks, *forced, config.block_size
         )
@@ -69,29 +93,64 @@ def check(batch: Batch, scale: float | None = None, packed: bool = True) -> None
     assert selected.dtype == torch.int32
     assert not selected.requires_grad
     np.testing.assert_array_equal(selected.numpy(), wanted)
+    return scores.detach()
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_matches_the_oracle(name):
-    check(make_batch(small(), *BATCHES[name]))
+@pytest.mark.parametrize("changes", [{}, {"scores": "token_max"}, FP8], ids=str)
+def test_matches_the_oracle(changes, name):
+    check(make_batch(small(**changes), *BATCHES[name]))
 
 
 @pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_other_patterns(name, init, local):
-    config = small(**PATTERNS[name], num_init_blocks=init, num_local_blocks=local)
+@pytest.mark.parametrize("scores", SCORES)
+def test_other_patterns(scores, name, init, local):
+    forced = {"num_init_blocks": init, "num_local_blocks": local}
+    config = small(**PATTERNS[name], **forced, scores=scores)
     check(make_batch(config, (300, 140), (40, 140)), 0.4)
 
 
-def test_every_short_length_alone():
+@pytest.mark.parametrize("scores", SCORES)
+def test_every_short_length_alone(scores):
     for length in SHORT:
-        batch = make_batch(small(num_selected_blocks=3), (length,), seed=length)
+        batch = make_batch(small(num_selected_blocks=3, scores=scores), (length,), seed=length)
         check(batch, packed=False)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 12])
-def test_the_whole_group_votes(group):
-    check(make_batch(small(num_heads=2 * group), (160,)))
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_whole_group_votes(scores, group):
+    check(make_batch(small(num_heads=2 * group, scores=scores), (160,)))
+
+
+def test_a_dense_batch_by_tokens():
+    batch = make_batch(small(scores="token_max"), (130, 130), (20, 20))
+    q, k = batch.q(), batch.k()
+    packed = select_blocks(q, k, None, batch.config, **batch.kwargs)
+    q, k = (x.unflatten(0, (2, -1)) for x in (q, k))
+    assert torch.equal(select_blocks(q, k, None, batch.config).flatten(0, 1), packed)
+
+
+@pytest.mark.parametrize("changes", [{"scores": "token_max"}, FP8], ids=str)
+def test_large_products_by_tokens(changes):
+    """Some weights would overflow fp32: they count exp(80), and the others still differ."""
+    scores = check(make_batch(small(**changes), (257,)), loud=30.0)
+    most = 2 * math.exp(80)  # of two heads
+    limited = scores >= most / 2
+    assert bool(limited.any())
+    assert float(scores.max()) <= most * (1 + 1e-12)
+    assert scores[~limited].unique().numel() > 1000
+
+
+def test_a_wrong_call_by_tokens():
+    batch = make_batch(small(scores="token_max"), (40,))
+    with pytest.raises(ValueError, match="lse must be None with scores token_max"):
+        select_blocks(batch.q(), batch.k(), torch.zeros(40, 4), batch.config)
+    with pytest.raises(ValueError, match=r"k_cmp must .*, got"):
+        select_blocks(batch.q(), batch.k()[:, :1], None, batch.config)
+    with pytest.raises(ValueError, match="lse must have shape"):
+        select_blocks(batch.q(), batch.compressed(16), None, small())
 
 
 def test_the_stencil_of_the_paper():
@@ -99,16 +158,20 @@ def test_the_stencil_of_the_paper():
     assert [oracle.overlap(i, 3, 32, 16, 64) / 16 for i in range(10, 17)] == [0, 1, 2, 2, 2, 1, 0]
 
 
-def test_scores_do_not_depend_on_the_place_in_a_tile():
+@pytest.mark.parametrize("scores", SCORES)
+def test_scores_do_not_depend_on_the_place_in_a_tile(scores):
     """Equal terms give the same bits: with q = 0 all wholly visible inner blocks tie exactly."""
     for dtype, name in itertools.product((torch.float64, torch.float32), PATTERNS):
-        config = small(**PATTERNS[name])
+        config = small(**PATTERNS[name], scores=scores)
         batch = make_batch(config, (900,), (1,))
         q = torch.zeros(1, 4, 16, dtype=dtype)
-        scores, _ = scores_and_selection(batch, q, batch.compressed(16).to(dtype))
-        inner = scores[0, :, 1 : 900 // config.block_size - 2]
+        found, selected = scores_and_selection(batch, q, keys_of(batch).to(dtype))
+        inner = found[0, :, 1 : 900 // config.block_size - 2]
         assert inner.shape[-1] >= 10
         assert bool((inner == inner[:, :1]).all()), name
+        free = config.num_selected_blocks - 3
+        # The first block is forced, then ties go to the lower id.
+        assert selected[0, 0, : 1 + free].tolist() == [*range(1 + free)], name
 
 
 ZEROS = [0] * 8

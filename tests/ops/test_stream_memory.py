@@ -326,6 +326,10 @@ CALLS = {
     "queries of its own": Call(own_queries=True, strided=True),
     "two stages": Call(small(coarse_block_size=32, num_coarse_blocks=6)),
     "fp8": Call(small(score_precision="fp8")),
+    "by token": Call(small(scores="token_max"), own_queries=True, strided=True),
+    "by token, fp8": Call(
+        small(scores="token_max", score_precision="fp8", branches=("slc", "win"))
+    ),
     "no window": Call(small(branches=("cmp", "slc"))),
     "no selection": Call(small(branches=("cmp", "win")), own_queries=True),
     "no compressed branch": Call(small(branches=("slc", "win"))),

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa import select_blocks
 from nsa.testing import make_inputs, packed_offsets, sampled
 from nsa.testing.sampled import Sample, sample_rows, sampled_selection, sampled_values
 from tests.ops.cases import small
-from tests.ops.public import CHECKS, RUNS, Case, Results, compressed_rows, select
+from tests.ops.public import CHECKS, RUNS, Case, Results, scoring_keys, select
 
 CONFIG = small(num_heads=6)
 PACKED = ((130, 0, 1, 200, 7), None)
@@ -46,6 +47,8 @@ def shuffled(count: int, part: int = 1) -> Tensor:
         ("whole", {"phi": "linear", "compress_rope": "none"}),
         ("whole", {"phi": "mlp", "branches": ("cmp", "win")}),
         ("whole", {"branches": ("slc",)}),
+        ("whole", {"scores": "token_max", "compress_rope": "none"}),
+        ("whole", {"scores": "token_max", "branches": ("slc", "win")}),
     ],
     ids=str,
 )
@@ -122,10 +125,10 @@ def test_gate_of_the_whole():
 
 
 def selection(**changes: Any) -> tuple[Case, Tensor, Tensor, Sample, Tensor]:
-    """A case, its queries and compressed keys, all rows, and the reference's selection."""
+    """A case, its queries and keys, all rows, and the reference's selection."""
     case = case_of(FEWER, **changes)
     x = case.inputs()
-    k = compressed_rows(case, x.k_cmp_raw, x)
+    k = scoring_keys(case, x)
     rows = torch.arange(len(x.q))
     sample = Sample(rows, rows[:0], x.cu_seqlens_q, x.cu_seqlens_k)
     return case, x.q, k, sample, select(case, x.q, k, x)
@@ -139,6 +142,8 @@ def selection(**changes: Any) -> tuple[Case, Tensor, Tensor, Sample, Tensor]:
         {"num_selected_blocks_table": ((-1, 100, 3),)},
         {"coarse_block_size": 32, "num_coarse_blocks": 5},
         {"score_precision": "fp8"},
+        {"scores": "token_max"},
+        {"scores": "token_max", "score_precision": "fp8", "num_init_blocks": 2},
     ],
     ids=str,
 )
@@ -153,9 +158,10 @@ def test_selection_is_that_of_the_reference(changes):
     assert agreement.near <= int((~found.clear).sum())
 
 
-def test_ties_are_nowhere_clear_and_near_if_they_differ():
+@pytest.mark.parametrize("scores", ["compressed", "token_max"])
+def test_ties_are_nowhere_clear_and_near_if_they_differ(scores):
     """Inner blocks of the last queries of 257 tokens tie exactly if q is 0."""
-    case, q, k, sample, other = selection()
+    case, q, k, sample, other = selection(scores=scores)
     rows = torch.arange(9)
     sample = sample._replace(queries=rows)
     found = sampled_selection(torch.zeros_like(q), k, sample, case.config)
@@ -182,9 +188,10 @@ WRONG: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
+@pytest.mark.parametrize("scores", ["compressed", "token_max"])
 @pytest.mark.parametrize("error", WRONG)
-def test_wrong_selections_are_seen(error):
-    case, q, k, sample, expected = selection()
+def test_wrong_selections_are_seen(error, scores):
+    case, q, k, sample, expected = selection(scores=scores)
     found = sampled_selection(q, k, sample, case.config)
     assert found.agreement(expected).against == 0
     assert found.agreement(expected.flip(1)).against > 0  # of the other KV head
@@ -195,6 +202,24 @@ def test_wrong_selections_are_seen(error):
             found.agreement(wrong)
     else:
         assert found.agreement(wrong).against > 0
+
+
+@pytest.mark.parametrize(("loud", "most"), [(1.0, 1), (10.0, 1), (100.0, 9)])
+def test_rounding_of_large_products(loud, most):
+    """fp32 agrees with fp64 however large products are; keys with an error of 1 per cent do not.
+
+    With the largest, some scores are too small for fp32, and tie.
+    """
+    case, q, k, sample, _ = selection(scores="token_max", dtype=torch.float32)
+    q = loud * q
+    offsets: Any = {"cu_seqlens_q": sample.cu_q, "cu_seqlens_k": sample.cu_k}
+    found = sampled_selection(q, k, sample, case.config)
+    chosen = select_blocks(q, k, None, case.config, **offsets)
+    assert found.agreement(chosen).against == 0
+    assert found.agreement(chosen).near <= most
+    noise = 1 + 0.01 * torch.randn(k.shape, generator=torch.Generator().manual_seed(3))
+    wrong = select_blocks(q, k * noise, None, case.config, **offsets)
+    assert found.agreement(wrong).against > 0
 
 
 # ------------------------------------------------------------------------------

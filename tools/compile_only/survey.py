@@ -156,6 +156,10 @@ def variations() -> list[Case]:
         {"window_size": 4096},
         {"compress_rope": "start", "rotary_dim": 32},
         {"branches": ("slc", "win")},
+        {"scores": "token_max"},
+        {"scores": "token_max", "block_size": 16, "compress_block_size": 16},
+        {"scores": "token_max", "block_size": 128, "branches": ("slc",)},
+        {"scores": "token_max", "score_precision": "fp8"},
     ]
     found = [replace(case, changes=tuple(change.items())) for change in changes]
     scattered = [replace(one, longest=LONG) for one in found[1:3]]
@@ -168,11 +172,12 @@ def variations() -> list[Case]:
 # Architectures and cases that `make test-faults` compiles; `make test` compiles some of them.
 ARCHS = (80, 90, 100)
 TWO_STAGE = (("coarse_block_size", 512), ("num_coarse_blocks", 8))
+BY_TOKEN = (("scores", "token_max"),)
 PART = {
     sizes: [
         *usual(*sizes, 6),
         *usual(*sizes, 16),
-        Case(*sizes, 6, changes=TWO_STAGE),
+        *(Case(*sizes, 6, changes=changes) for changes in (TWO_STAGE, BY_TOKEN)),
         steps(*sizes, 6)[0],
         steps(*sizes, 16)[1],
     ]

@@ -188,10 +188,8 @@ def default_tile(key: TileKey, capability: tuple[int, int] | None) -> Tile:
     tile = _default_sizes(key, capability)
     # Block selection with two-byte elements spills with the register limit and does not without it;
     # on 12.x it is the other way round.
-    limited = (
-        key.kernel != "select_blocks" or key.element_size != 2 or (capability or (0, 0))[0] == 12
-    )
-    limited = limited and tile.max_registers is None
+    selects = key.kernel.startswith("select_") and key.element_size == 2
+    limited = not selects or (capability or (0, 0))[0] == 12
     return tile._replace(max_registers=MOST_REGISTERS) if limited else tile
 
 
@@ -203,10 +201,9 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
         return Tile(16, 16, 8 if key.head_size <= 128 else 4, 1)
     if key.kernel == "select_token_max":
         if key.element_size == 4:
-            return Tile(16, 16, 4, 1, keep_queries=True)
-        if key.head_size <= 64 and capability in OPERANDS_IN_SHARED_MEMORY:
-            return Tile(128, 16, 8, 2, max_registers=128, keep_queries=True)
-        return Tile(64, 16, 4, 2 if key.head_size <= 128 else 1, keep_queries=True)
+            return Tile(16, 16, 8, 1)
+        rows = 64 if capability in OPERANDS_IN_SHARED_MEMORY else 32
+        return Tile(rows, 16, 4, 2 if key.head_size <= 128 else 1)
     if key.element_size == 4:
         return Tile(32, 16, 4, 1) if key.head_size <= 64 else Tile(16, 16, 8, 1)
     if key.head_size > 128:

@@ -31,6 +31,8 @@ USUAL_KEYS = 4
 # Least tokens, and most bytes of keys, in one product of the scores by tokens.
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 32 * 1024
+# Most scores in one step of the selection by tokens.
+STEP_SCORES = 2048
 # Limit on the shared memory for queries that stay on chip, for each query of a tile.
 KEPT_BYTES = 1024
 
@@ -167,7 +169,9 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
 
     def plans() -> tuple[Launch, Launch]:
         tile = tile_for("select_token_max", q, k)
-        tile = tile._replace(keys=max(tile.keys, next_power_of_2(selection.num_blocks)))
+        step = max(tile.keys, next_power_of_2(selection.num_blocks))
+        # The scores and the ranking of a step stay in registers.
+        tile = tile._replace(rows=max(16, min(tile.rows, STEP_SCORES // step)), keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
         constants = constants_of(q, k, keys, selection, tile)
         del constants["COUNTS"]
@@ -175,7 +179,8 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         constants = constants_of(low, low_k, keys, selection, tile)
         # Whole blocks, or a part of one if its keys do not fit.
         most = PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
-        columns = min(max(PRODUCT_KEYS, selection.block_size), max(most, 16))
+        columns = max(PRODUCT_KEYS, selection.block_size)
+        columns = min(columns, max(most, 16), step * selection.block_size)
         second = Launch(select_token_max_kernel, (tiles, k.shape[1]), **constants, COLUMNS=columns)
         return first, second
 

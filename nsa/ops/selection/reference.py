@@ -63,6 +63,11 @@ def overlap_stencil(config: NSAConfig) -> dict[int, int]:
     }
 
 
+def forced_blocks(block: Tensor, current: Tensor, config: NSAConfig) -> Tensor:
+    """Whether blocks are always selected, given the queries' own blocks; bool, broadcast."""
+    return (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+
+
 def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
     """Importance of every block: the sum over the group's heads of ``exp(m - L)``.
 
@@ -83,7 +88,7 @@ def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
     exact = products(q, k)  # [B, Hkv, G, T, S]
     block = torch.arange(sequences.max_k, device=q.device) // config.block_size
     current = padded_positions(sequences)[..., None] // config.block_size
-    forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+    forced = forced_blocks(block, current, config)
     lse = exact.masked_fill(~forced[:, None, None], -torch.inf).logsumexp(-1)
     if config.score_precision == "fp8":
         low, scale = blocks_to_fp8(k, config, sequences)
@@ -266,7 +271,7 @@ def choose_blocks(
     block = torch.arange(num_blocks, device=scores.device)
     current = (positions // config.block_size)[:, None, None]
     candidate = (block <= current).expand(scores.shape)
-    forced = (block < config.num_init_blocks) | (block > current - config.num_local_blocks)
+    forced = forced_blocks(block, current, config)
     if coarse is not None:
         assert config.coarse_block_size is not None
         parent = block * config.block_size // config.coarse_block_size
