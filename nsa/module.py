@@ -159,8 +159,9 @@ class NativeSparseAttention(nn.Module):
     The weights of plain projections are multiplied in one product. If anything is attached to one
     of them (LoRA, hooks, quantization, pruning, a bias), each projection is called instead.
 
-    With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
-    gradient reaches their projection and phi, so these are frozen, and a log line reports it.
+    With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys
+    unless ``scores`` is ``token_max``. No gradient reaches their projection and phi, so these are
+    frozen, and a log line reports it.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -394,12 +395,15 @@ class NativeSparseAttention(nn.Module):
         check("slc" in config.branches, "config.branches", "have slc", config.branches)
         x, sequences = open_layer_input(x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
+        rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
+        if config.scores == "token_max":
+            assert inputs.k_slc is not None
+            return select_blocks(inputs.q, inputs.k_slc, None, config, **rest)
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
         assert inputs.k_cmp_raw is not None
         k_cmp, _ = compress(inputs.k_cmp_raw, self.phi_k.weights(), config, cu)
         if config.compress_rope != "none":
             k_cmp = apply_rope(k_cmp, compressed_positions(config, cu, k_cmp.shape[0]), self.rope)
-        rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
         _, lse = compressed_attention(q, k_cmp, None, config, **rest)
         return select_blocks(q, k_cmp, lse, config, **rest)
 

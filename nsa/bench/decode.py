@@ -147,8 +147,9 @@ def _cached(
     """Return a step over a decode cache, its reference, and the number of keys it reads."""
     batch, length = point.batch, point.seq_len - 1
     x = make_inputs(config, [1] * batch, seed=1, dtype=point.dtype, device=point.device)
-    sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if config.compresses_keys else [None] * 4
-    gates = x.gates if config.compresses_keys else torch.ones_like(x.gates)
+    is_sparse = config.branches != ("win",)
+    sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if is_sparse else [None] * 4
+    gates = x.gates if is_sparse else torch.ones_like(x.gates)
     inputs = AttentionInputs._make((x.q, *sparse, x.k_win, x.v_win, gates, None, None))
     rope, whole = Rope.from_config(config), NSACache(config, 1, batch, max_tokens=point.seq_len)
     (layer,) = whole.layers

@@ -21,6 +21,7 @@ from torch.nn.functional import pad, silu
 
 from nsa.config import BRANCHES, NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype, grouped_scores
+from nsa.ops._operator import Call
 from nsa.ops._packed import compressed_cu_seqlens, locate, num_compressed, query_positions
 from nsa.ops._sequences import Sequences
 from nsa.ops.combination import combine_reference
@@ -31,11 +32,13 @@ from nsa.ops.compression.reference import (
     gather_blocks,
 )
 from nsa.ops.selection.reference import (
+    SelectionInputs,
     block_scores,
     choose_blocks,
     coarse_keys,
     kept_coarse,
     ranked_coarse,
+    token_max_scores,
 )
 from nsa.rope import Rope, apply_rope
 from nsa.testing.budget import Budget, assert_within_budget
@@ -465,26 +468,28 @@ class SampledSelection(NamedTuple):
 
 @torch.no_grad()
 def sampled_selection(
-    q: Tensor, k_cmp: Tensor, sample: Sample, config: NSAConfig, scale: float | None = None
+    q: Tensor, k: Tensor, sample: Sample, config: NSAConfig, scale: float | None = None
 ) -> SampledSelection:
     """Select blocks in fp64 for sampled queries.
 
     Args:
         q: packed ``[T, Hq, D]``, as stored: two implementations must see the same values.
-        k_cmp: packed ``[C, Hkv, D]``.
+        k: compressed keys, packed ``[C, Hkv, D]``; with ``token_max``, those of all tokens.
         sample: the queries.
         config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
     scale = config.head_dim**-0.5 if scale is None else scale
     positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
-    first = compressed_cu_seqlens(sample.cu_k, config).tolist()
-    shape = (len(positions), k_cmp.shape[1])
+    by_token = config.scores == "token_max"
+    first = (sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)).tolist()
+    shape = (len(positions), k.shape[1])
     num_blocks = int(positions.amax()) // config.block_size + 1 if len(positions) else 1
     indices = positions.new_zeros(*shape, config.num_selected_blocks, dtype=torch.int32)
     must, may = (positions.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
     for sequence, part in _parts(sample.queries, sample.cu_q, 1):
-        keys = k_cmp[first[sequence] :][: int(num_compressed(positions[part] + 1, config))]
+        seen = positions[part] + 1
+        keys = k[first[sequence] :][: int(seen if by_token else num_compressed(seen, config))]
         row = q[sample.queries[part]].double(), keys.double()
         found = _select(*row, positions[part], config, scale)
         indices[part] = found[0]
@@ -499,8 +504,12 @@ def _select(
     """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected."""
     length = int(position) + 1
     sequences = Sequences(None, 1, 1, length, q.device)
-    lse = grouped_scores(q[None], keys[None], scale).logsumexp(-1).view(1, -1)  # [1, Hq]
-    scores = block_scores(q, keys, lse, config, sequences, scale)  # [1, Hkv, M]
+    if config.scores == "token_max":
+        inputs = SelectionInputs(q, keys, None)
+        scores = token_max_scores(inputs, Call(config, sequences, scale))  # [1, Hkv, M]
+    else:
+        lse = grouped_scores(q[None], keys[None], scale).logsumexp(-1).view(1, -1)  # [1, Hq]
+        scores = block_scores(q, keys, lse, config, sequences, scale)
     block, kept = torch.arange(scores.shape[-1], device=q.device), None
     unsure = torch.zeros_like(block[:1], dtype=torch.bool)
     free = (block >= config.num_init_blocks) & (block <= block[-1] - config.num_local_blocks)

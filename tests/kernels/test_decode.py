@@ -25,6 +25,7 @@ from tests.ops.public import Case
 
 WIDTH = 24
 ONE_KV_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+TOKENS: dict[str, Any] = {"num_heads": 6, "scores": "token_max", "branches": ("slc", "win")}
 
 
 def case_of(
@@ -128,6 +129,23 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "window 1": ({**ONE_KV_HEAD, "window_size": 1}, (0, 40), (3, 1)),
     "window 7": ({**ONE_KV_HEAD, "window_size": 7}, (3, 40), (8, 1)),
     "window of all": ({**ONE_KV_HEAD, "window_size": 1000}, (3, 100), (3,)),
+    "tokens": (TOKENS, (15, 131), (1, 8)),
+    "tokens, cmp, table": (
+        {**pattern(8, 4, n=5), "scores": "token_max", "compress_rope": "none"}
+        | {"num_selected_blocks_table": ((-1, 104, 3), (-1, 107, 4))},
+        (40, 102),
+        (1, 8),
+    ),
+    "tokens, slc, l' = 128": (
+        {**pattern(32, 16, 128, 3), "scores": "token_max", "branches": ("slc",)},
+        (30, 500),
+        (3,),
+    ),
+    "tokens, no first blocks": (
+        {**forced(0, 1, 2), "scores": "token_max", "branches": ("slc",)},
+        (31, 143),
+        (3,),
+    ),
     "G 20": ({"num_heads": 20, "num_kv_heads": 1, "num_selected_blocks": 3}, (70,), (2,)),
 }
 
@@ -153,12 +171,19 @@ def test_rows_of_all_queries_and_heads_exceed_a_tile(change):
 
 
 @pytest.mark.parametrize(
-    "splits", [Splits(1, 1, 1), Splits(3, 2, 2), Splits(5, 3, 3), Splits(40, 9, 7)], ids=str
+    "splits",
+    [
+        *(Splits(1, 1, 1), Splits(3, 2, 2), Splits(5, 3, 3), Splits(40, 9, 7)),
+        *(Splits(0, 1, 1, 1), Splits(0, 2, 3, 5), Splits(3, 1, 2, 30)),
+    ],
+    ids=str,
 )
 def test_any_number_of_programs(splits, change):
     """More than there are keys or blocks, too, and numbers that are no powers of two."""
     change(choose_splits=lambda *_: splits, STEP_KEYS=16)
-    check(case_of(ONE_KV_HEAD, (2, 300), 3))
+    branches = BRANCHES if splits.cmp else BRANCHES[1:]
+    scores = "token_max" if splits.scored else "compressed"
+    check(case_of({**ONE_KV_HEAD, "branches": branches, "scores": scores}, (2, 300), 3))
 
 
 @pytest.mark.parametrize("ranked", [16, 32])

@@ -48,11 +48,19 @@ class Splits(NamedTuple):
         cmp: programs of the compressed branch.
         win: programs of the window.
         slc: programs of the selected branch.
+        scored: programs that score the tokens of the selected branch; 0 unless scores are
+            ``token_max``.
     """
 
     cmp: int
     win: int
     slc: int
+    scored: int = 0
+
+    @property
+    def number(self) -> int:
+        """Number of all programs."""
+        return sum(self)
 
 
 @triton.jit

@@ -72,7 +72,8 @@ def selected_split(
         keys += tl.sum(here.to(tl.int32), 0)
         block = next_block
         page = next_page
-    if tl.program_id(2) == 0:
+    # Scoring by tokens has already counted every key.
+    if tl.program_id(2) == 0 and SPLITS.scored == 0:
         count_reads(reads_ptr, b * P.HKV + head, keys, 1)
     return softmax_result(row_max, total, acc)
 
@@ -117,7 +118,7 @@ def decode_merge_kernel(
     b = group // P.HKV
     head = group % P.HKV
     cached = tl.load(lengths_ptr + b)
-    first = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
+    first = group * SPLITS.number
     ROWS: tl.constexpr = P.QUERIES * P.G
     first_row = query * P.G + tl.program_id(2) * BLOCK_G
     end_row = query * P.G + P.G
