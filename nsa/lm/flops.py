@@ -40,21 +40,27 @@ def _triangle(n: int) -> int:
 
 
 @lru_cache
-def flops_per_token(config: LMConfig, seq_len: int) -> float:
+def flops_per_token(config: LMConfig, seq_len: int, *, backward: bool = True) -> float:
     """Operations of one training token, forward and backward.
 
     A multiply-add counts as two. Matrix products with parameters need 2 operations per parameter
     forward and 4 backward; attention needs 2 * (D + Dv) per head and visible key forward and twice
-    that backward. Norms, rotation, compression, scoring, the optimizer and recomputation are not
-    counted.
+    that backward. Scores of tokens (``token_max``) need 2 * D per head and token up to the query's
+    own, forward alone. Norms, rotation, compression, other scores, the optimizer and recomputation
+    are not counted.
 
     Args:
         config: the model.
         seq_len: tokens of a sequence.
+        backward: whether the backward pass counts.
     """
     count = parameters_by_part(config)
     head = config.vocab_size * config.width
     in_products = head + count["attention"] + count["gate"] + count["mlp"]
     a_key = 2 * config.nsa.num_heads * (config.nsa.head_dim + config.nsa.value_dim)
     attention = config.num_layers * a_key * keys_per_query(config, seq_len)
-    return 3.0 * (2 * in_products + attention)
+    scores = 0.0
+    if config.attention == "nsa" and config.nsa.scores_tokens:
+        a_score = 2 * config.nsa.num_heads * config.nsa.head_dim
+        scores = config.num_layers * a_score * _triangle(seq_len) / seq_len
+    return (3.0 if backward else 1.0) * (2 * in_products + attention) + scores

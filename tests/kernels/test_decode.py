@@ -137,7 +137,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (1, 8),
     ),
     "tokens, slc, l' = 128": (
-        {**pattern(32, 16, 128, 3), "scores": "token_max", "branches": ("slc",)},
+        {**pattern(32, 16, 128, 3), "scores": "token_max", "branches": ("slc",)}
+        | {"num_local_blocks": 1},
         (30, 500),
         (3,),
     ),
@@ -186,19 +187,20 @@ def test_any_number_of_programs(splits, change):
     check(case_of({**ONE_KV_HEAD, "branches": branches, "scores": scores}, (2, 300), 3))
 
 
-@pytest.mark.parametrize("ranked", [16, 32])
-def test_selection_in_chunks(ranked, change):
+@pytest.mark.parametrize(("ranked", "scores"), [(16, "compressed"), (32, "token_max")])
+def test_selection_in_chunks(ranked, scores, change):
     """Programs of 15 or 31 blocks each, whose best are merged; most have none of a short one."""
     change(MAX_RANKED=ranked)
     table = {"num_selected_blocks": 6, "num_selected_blocks_table": ((-1, 240, 5),)}
-    check(case_of({**ONE_KV_HEAD, **table}, (14, 238, 511), 3))
+    check(case_of({**ONE_KV_HEAD, **table, "scores": scores}, (14, 238, 511), 3))
 
 
-@pytest.mark.parametrize("ranked", [16, 1024])
-def test_equal_scores_select_the_lowest_blocks(ranked, change):
+@pytest.mark.parametrize(("ranked", "scores"), [(16, "token_max"), (1024, "compressed")])
+def test_equal_scores_select_the_lowest_blocks(ranked, scores, change):
     """Queries of zeros: only the first block and those at the end score less than others."""
     change(MAX_RANKED=ranked)
-    decoded = Decoded.of(case_of({**ONE_KV_HEAD, "num_selected_blocks": 6}, (400, 14), 2))
+    changes = {**ONE_KV_HEAD, "num_selected_blocks": 6, "scores": scores}
+    decoded = Decoded.of(case_of(changes, (400, 14), 2))
     decoded.x.q.zero_()
     decoded.check()
     decoded.take_back()
@@ -319,7 +321,7 @@ def test_keys_read_by_a_step_are_those_of_the_paper(length):
     whole.reserve(count)
     whole.advance(count)  # of zeros, which the memory holds
     whole.device_lengths.add_(length - 2)
-    layer_cache.reads = torch.zeros(1, 3, dtype=torch.int64)
+    layer_cache.reads = torch.zeros(1, 4, dtype=torch.int64)
     step(module, layer_cache, tokens(1, 1))
     table = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
     assert int(layer_cache.reads.sum()) == table[length] - 1

@@ -73,7 +73,7 @@ class Decoded:
             decoded.take(decoded.rows(first, counts), counts, is_step=True)
             first = [n + count for n in first]
         num_groups = len(first) * case.config.num_kv_heads
-        layer.reads = torch.zeros(num_groups, 3, dtype=torch.int64, device=case.device)
+        layer.reads = torch.zeros(num_groups, 4, dtype=torch.int64, device=case.device)
         return decoded
 
     @property
@@ -185,10 +185,9 @@ class Decoded:
         return torch.cat(parts)
 
     def expected_reads(self, ids: Tensor | None) -> Tensor:
-        """num_cmp(t) + tokens of the selected blocks + min(w, t + 1), ``[B * Hkv, 3]``.
+        """num_cmp(t), tokens of the selected blocks, min(w, t + 1), scored ones, ``[B * Hkv, 4]``.
 
-        Of several queries the first and the last part count once; so does the second, which
-        contains all tokens, if tokens are scored.
+        Of several queries all but the second count once.
         """
         config, count = self.case.config, self.count
         size, stride, block = config.compress_block_size, config.compress_stride, config.block_size
@@ -203,7 +202,6 @@ class Decoded:
                 ]
                 num_cmp = max(before + count - size + stride, 0) // stride * config.compresses_keys
                 window = (min(before, config.window_size - 1) + count) * ("win" in config.branches)
-                by_token = ids is not None and config.scores == "token_max"
-                read = before + count if by_token else sum(selected)
-                found.append([num_cmp, read, window])
+                scored = (before + count) * (ids is not None and config.scores == "token_max")
+                found.append([num_cmp, sum(selected), window, scored])
         return torch.tensor(found)

@@ -151,7 +151,6 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
         least, most = (next_power_of_2(cdiv(keys, each)) for each in (LONG_SPLIT_KEYS, SPLIT_KEYS))
         return min(max(wanted, least), MAX_SPLITS, most)
 
-    by_token = config.scores == "token_max"
     win = max(wanted // len(config.branches), 1)
     win = min(win, MAX_SPLITS, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
@@ -161,7 +160,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
         splits_of(most_tokens // config.compress_stride) if config.compresses_keys else 0,
         win if "win" in on else 0,
         slc if "slc" in on else 0,
-        splits_of(most_tokens) if by_token and "slc" in on else 0,
+        splits_of(most_tokens) if config.scores_tokens else 0,
     )
 
 
@@ -183,10 +182,10 @@ def attend(
         cache: the layer's cache; ``lengths`` do not include the new tokens yet.
         config: the sparse pattern.
         queries: tokens per sequence.
-        reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the number of keys
-            that they load with their values; window and compressed keys count once per step, keys
-            of selected blocks once per query. With ``token_max``, all keys of the selected branch
-            count once per step instead. None: nothing is counted.
+        reads: int64 ``[B * Hkv, 4]``: the kernels add the number of keys that they load with their
+            values, order (cmp, slc, win), and without them, to score tokens of the selected branch.
+            Keys of selected blocks count once per query, others once per step. None: nothing is
+            counted.
 
     Returns:
         out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``; None

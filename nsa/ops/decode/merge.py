@@ -72,8 +72,7 @@ def selected_split(
         keys += tl.sum(here.to(tl.int32), 0)
         block = next_block
         page = next_page
-    # Scoring by tokens has already counted every key.
-    if tl.program_id(2) == 0 and SPLITS.scored == 0:
+    if tl.program_id(2) == 0:
         count_reads(reads_ptr, b * P.HKV + head, keys, 1)
     return softmax_result(row_max, total, acc)
 

@@ -184,7 +184,7 @@ def scored_split(
         )
         at = next_at + head
     if tl.program_id(2) == 0:
-        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 1)
+        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 3)
     return softmax_lse(row_max, total)
 
 
