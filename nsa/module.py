@@ -159,9 +159,9 @@ class NativeSparseAttention(nn.Module):
     The weights of plain projections are multiplied in one product. If anything is attached to one
     of them (LoRA, hooks, quantization, pruning, a bias), each projection is called instead.
 
-    With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys
-    unless ``scores`` is ``token_max``. No gradient reaches their projection and phi, so these are
-    frozen, and a log line reports it.
+    With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
+    gradient reaches their projection and phi, so these are frozen, and a log line reports it. With
+    scores ``token_max`` there are no compressed keys, and nothing is frozen.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:

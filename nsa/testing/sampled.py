@@ -11,6 +11,7 @@ gradients and all results are rounded to ``dtype``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,6 +48,10 @@ from nsa.testing.budget import Budget, assert_within_budget
 PART_ELEMENTS = 2**27
 # Selections may differ in blocks with a score within this relative distance of the n-th best.
 BOUND = 1e-5
+# With `token_max` a score is exp(m - L), so its relative error is the absolute error of m - L. Each
+# of m and L is taken to carry 8 roundings of its magnitude: 2**-24 in fp32, and 2**-16 in products
+# of e4m3, whose sum keeps about 13 bits on the tensor cores of Hopper.
+ROUNDING = {"exact": 2.0**-20, "fp8": 2.0**-12}
 
 # Rows and their values, by name of the result.
 Values = dict[str, tuple[Tensor, Tensor]]
@@ -420,8 +425,8 @@ class Agreement(NamedTuple):
 
     Attributes:
         rows: number of compared rows.
-        near: number of rows that differ only in blocks whose fp64 score is within ``BOUND`` of the
-            n-th best.
+        near: number of rows that differ only in blocks whose fp64 score equals the n-th best up to
+            rounding, see ``BOUND``.
         against: number of rows that differ in other blocks.
     """
 
@@ -474,22 +479,24 @@ def sampled_selection(
 
     Args:
         q: packed ``[T, Hq, D]``, as stored: two implementations must see the same values.
-        k: compressed keys, packed ``[C, Hkv, D]``; with ``token_max``, those of all tokens.
+        k: packed compressed keys ``[C, Hkv, D]``; with ``token_max`` those of the selected branch,
+            ``[S, Hkv, D]``.
         sample: the queries.
         config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
     scale = config.head_dim**-0.5 if scale is None else scale
-    positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
     by_token = config.scores == "token_max"
-    first = (sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)).tolist()
+    positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
+    first = sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)
+    num_keys = positions + 1 if by_token else num_compressed(positions + 1, config)
+    starts = first.tolist()
     shape = (len(positions), k.shape[1])
     num_blocks = int(positions.amax()) // config.block_size + 1 if len(positions) else 1
     indices = positions.new_zeros(*shape, config.num_selected_blocks, dtype=torch.int32)
     must, may = (positions.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
     for sequence, part in _parts(sample.queries, sample.cu_q, 1):
-        seen = positions[part] + 1
-        keys = k[first[sequence] :][: int(seen if by_token else num_compressed(seen, config))]
+        keys = k[starts[sequence] :][: int(num_keys[part])]
         row = q[sample.queries[part]].double(), keys.double()
         found = _select(*row, positions[part], config, scale)
         indices[part] = found[0]
@@ -504,11 +511,18 @@ def _select(
     """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected."""
     length = int(position) + 1
     sequences = Sequences(None, 1, 1, length, q.device)
+    products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, 1, keys]
+    lse = products.logsumexp(-1).view(1, -1)  # [1, Hq]
+    bound, least = products.new_tensor(BOUND), 0.0
     if config.scores == "token_max":
-        inputs = SelectionInputs(q, keys, None)
-        scores = token_max_scores(inputs, Call(config, sequences, scale))  # [1, Hkv, M]
+        inputs, call = SelectionInputs(q, keys, None), Call(config, sequences, scale)
+        scores = token_max_scores(inputs, call)  # [1, Hkv, M]
+        forced = (config.num_init_blocks + config.num_local_blocks) * config.block_size
+        # An upper bound on |m| and |L|. Smaller scores than fp32 has are equal, too.
+        largest = products.abs().amax((2, 3, 4))[..., None] + math.log(forced)  # [1, Hkv, 1]
+        bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
+        least = config.group_size * torch.finfo(torch.float32).tiny
     else:
-        lse = grouped_scores(q[None], keys[None], scale).logsumexp(-1).view(1, -1)  # [1, Hq]
         scores = block_scores(q, keys, lse, config, sequences, scale)
     block, kept = torch.arange(scores.shape[-1], device=q.device), None
     unsure = torch.zeros_like(block[:1], dtype=torch.bool)
@@ -526,7 +540,8 @@ def _select(
     indices = choose_blocks(scores, position, config, kept)
     selected = _marked(indices.long(), len(block))
     nth_best = scores.masked_fill(~(selected & free), torch.inf).amin(-1, keepdim=True)
-    close = free & ((scores - nth_best).abs() <= BOUND * nth_best) & nth_best.isfinite()
+    close = (scores - nth_best).abs() <= bound * nth_best + least
+    close = free & close & nth_best.isfinite()
     # The n-th best block is always near itself: it is ambiguous only if another block is.
     close = close & (close & ~selected).any(-1, keepdim=True)
     return indices, selected & ~close & ~unsure, selected | close | unsure

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.lm.recomputation import ATTENTION_OPERATORS
@@ -152,5 +153,9 @@ def test_kept_bytes_of_a_layer():
     assert kept["lse_cmp"] == kept["lse_slc"] == kept["lse_win"] == 4 * 12
     assert kept["block_indices"] == kept["order"] == 4 * 2 * 16
     assert sum(kept.values()) == 9616  # measured once
+    for scores, statistics in (("compressed", 3), ("token_max", 2)):  # lse of the branches
+        pattern = NSAConfig(branches=("slc", "win"), scores=scores)
+        kept = kept_bytes(dataclasses.replace(config, nsa=pattern), "attention")
+        assert sum(size for name, size in kept.items() if "lse" in name) == statistics * 48
     kept = kept_bytes(dataclasses.replace(config, attention="dense"), "attention", 4)
     assert kept == {"input": 3072, "out": 3072, "lse": 48}
