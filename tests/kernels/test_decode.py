@@ -136,12 +136,6 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (40, 102),
         (1, 8),
     ),
-    "tokens, slc, l' = 128": (
-        {**pattern(32, 16, 128, 3), "scores": "token_max", "branches": ("slc",)}
-        | {"num_local_blocks": 1},
-        (30, 500),
-        (3,),
-    ),
     "tokens, no first blocks": (
         {**forced(0, 1, 2), "scores": "token_max", "branches": ("slc",)},
         (31, 143),
@@ -182,9 +176,11 @@ def test_rows_of_all_queries_and_heads_exceed_a_tile(change):
 def test_any_number_of_programs(splits, change):
     """More than there are keys or blocks, too, and numbers that are no powers of two."""
     change(choose_splits=lambda *_: splits, STEP_KEYS=16)
-    branches = BRANCHES if splits.cmp else BRANCHES[1:]
-    scores = "token_max" if splits.scored else "compressed"
-    check(case_of({**ONE_KV_HEAD, "branches": branches, "scores": scores}, (2, 300), 3))
+    changes: dict[str, Any] = {}
+    if splits.scored:  # two steps per block
+        changes = {"scores": "token_max", "block_size": 32}
+        changes |= {} if splits.cmp else {"branches": ("slc", "win")}
+    check(case_of({**ONE_KV_HEAD, **changes}, (2, 300), 3))
 
 
 @pytest.mark.parametrize(("ranked", "scores"), [(16, "compressed"), (32, "token_max")])

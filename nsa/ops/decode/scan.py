@@ -166,7 +166,7 @@ def scored_split(
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         ahead = key + BLOCK_N
-        next_at = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE) * P.HKV
+        next_row = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE)
         k = load_rows(k_ptr, at, key < end, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         s = products(q, k, False)  # [M, BLOCK_N]
         here = block_maxima(s, BLOCK_N // PER)
@@ -182,7 +182,7 @@ def scored_split(
         row_max, total = add_forced_keys(
             s * scale, key, key < end, t, row_max, total, forced_blocks, BLOCK_SIZE
         )
-        at = next_at + head
+        at = next_row * P.HKV + head
     if tl.program_id(2) == 0:
         count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 3)
     return softmax_lse(row_max, total)
