@@ -113,7 +113,7 @@ def _count_keys(config: NSAConfig, sequences: Sequences) -> Tensor:
         "slc": seen,
         "win": seen.clamp(max=config.window_size),
     }
-    return sum(keys[branch].double().mean() for branch in config.branches)
+    return torch.stack([keys[branch] for branch in config.branches]).sum(0).double().mean()
 
 
 def _valid_columns(

@@ -37,7 +37,6 @@ def compressed_split(
     table_ptr,
     reads_ptr,
     where,
-    split,
     scale,
     P: tl.constexpr,
     HEADS: tl.constexpr,
@@ -52,7 +51,7 @@ def compressed_split(
     row, ok, t = query
     blocks = complete_blocks(cached + P.QUERIES, P)
     share = tl.cdiv(tl.cdiv(blocks, SPLITS.cmp), BLOCK_N) * BLOCK_N
-    begin = split * share
+    begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     visible = complete_blocks(t + 1, P)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
@@ -96,7 +95,6 @@ def window_split(
     v_ptr,
     reads_ptr,
     where,
-    split,
     scale,
     P: tl.constexpr,
     HEADS: tl.constexpr,
@@ -109,7 +107,7 @@ def window_split(
     first = tl.maximum(cached - P.WINDOW + 1, 0)
     last = cached + P.QUERIES
     share = tl.cdiv(tl.cdiv(last - first, SPLITS.win), BLOCK_N) * BLOCK_N
-    begin = first + split * share
+    begin = first + (tl.program_id(1) - SPLITS.cmp) * share
     end = tl.minimum(begin + share, last)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     for start in tl.range(begin, end, BLOCK_N):
@@ -135,7 +133,6 @@ def scored_split(
     table_ptr,
     reads_ptr,
     where,
-    split,
     scale,
     forced_blocks,
     P: tl.constexpr,
@@ -151,11 +148,12 @@ def scored_split(
     b, head, cached, table_width, most_blocks = where
     row, ok, t = query
     BLOCK_SIZE: tl.constexpr = P.BLOCK_SIZE
-    PER: tl.constexpr = max(BLOCK_N // BLOCK_SIZE, 1)  # blocks per step, or a part of one
+    WHOLE: tl.constexpr = max(BLOCK_N, BLOCK_SIZE)  # shares consist of whole blocks and steps
+    PER: tl.constexpr = WHOLE // BLOCK_SIZE  # blocks per step; a step may be a part of one
     tokens = cached + P.QUERIES
-    steps = tl.cdiv(tl.cdiv(tokens, PER * BLOCK_SIZE), SPLITS.scored)
-    begin = split * steps * (PER * BLOCK_SIZE)
-    end = tl.minimum(begin + steps * (PER * BLOCK_SIZE), tokens)
+    share = tl.cdiv(tl.cdiv(tokens, SPLITS.scored), WHOLE) * WHOLE
+    begin = (tl.program_id(1) - SPLITS.cmp - SPLITS.win) * share
+    end = tl.minimum(begin + share, tokens)
     row_max = tl.full([q.shape[0]], -1e30, tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     largest = tl.full([q.shape[0], PER], -float("inf"), tl.float32)
@@ -246,7 +244,6 @@ def decode_scan_kernel(
                 table_ptr,
                 reads_ptr,
                 where,
-                split,
                 scale,
                 P,
                 HEADS,
@@ -265,7 +262,6 @@ def decode_scan_kernel(
                 v_win_ptr,
                 reads_ptr,
                 where,
-                split - SPLITS.cmp,
                 scale,
                 P,
                 HEADS,
@@ -285,7 +281,6 @@ def decode_scan_kernel(
                 table_ptr,
                 reads_ptr,
                 where,
-                split - SPLITS.cmp - SPLITS.win,
                 scale,
                 (num_init, num_local),
                 P,
