@@ -205,6 +205,22 @@ def test_equal_scores_select_the_lowest_blocks(ranked, scores, change):
     assert ids[:2, 0].tolist() == [[0, 1, 2, 3, 24, 25]] * 2
 
 
+def test_scores_beyond_the_limit_are_equal():
+    """Three blocks with a token of product 200, forced ones with 0: no score is infinite."""
+    changes = {**ONE_KV_HEAD, "scores": "token_max", "num_selected_blocks": 5}
+    decoded = Decoded.of(case_of(changes, (300,), 1))
+    tensors = decoded.cache.layers[0].tensors
+    assert tensors is not None
+    assert tensors.k_slc is not None
+    for x in (tensors.k_slc, decoded.x.k_slc):
+        x.zero_()
+    tensors.k_slc[16 * tensors.table[0, [3, 5, 7]].long()] = 50.0
+    decoded.x.q.fill_(1.0)
+    _, ids, _ = decoded.step()
+    assert ids is not None
+    assert ids.tolist() == [[[0, 3, 5, 17, 18]]]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_nan_reaches_no_other_sequence(poisoned):
