@@ -41,7 +41,6 @@ def main() -> None:
     tokens = torch.randint(256, (1, 256))
     difference = (sparse(tokens).logits - dense(tokens).logits).abs().amax(-1)[0]
     print(f"equal for the first {int((difference < 1e-5).sum())} of {tokens.shape[1]} tokens")
-    print(f"keys read by a query: {nsa.hf.keys_read(sparse)[0]:.0f} of {(1 + 256) / 2:.0f}")
 
 
 if __name__ == "__main__":

@@ -284,3 +284,8 @@ class NSAConfig:
     def compresses_keys(self) -> bool:
         """Whether compressed keys are needed: for their own branch or to score blocks."""
         return "cmp" in self.branches or ("slc" in self.branches and self.scores == "compressed")
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether every key of the selected branch is read to score blocks."""
+        return "slc" in self.branches and self.scores == "token_max"

@@ -268,7 +268,7 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
         # Keys and values of another branch, gates in fp32. Those of the third branch are read as
         # overlapping blocks, which the gradient of a mean does not need.
         overlap = pattern.compress_block_size // pattern.compress_stride
-        read = 0 if pattern.phi == "mean" else overlap
+        read = overlap if pattern.phi != "mean" and pattern.compresses_keys else 0
         attention += (1 + read) * keys + 12 * pattern.num_heads
     if _is_masked_dense(config):
         attention += _chunk_bytes(config) + 8 * config.seq_len  # heads; the mask in fp32

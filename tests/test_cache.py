@@ -45,9 +45,12 @@ def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
 # the same at every position
 
 
-def test_prefill_and_decode_at_every_length():
+@pytest.mark.parametrize(
+    "changes", [{"phi": "mlp", "compress_hidden_size": 3}, {"scores": "token_max"}], ids=str
+)
+def test_prefill_and_decode_at_every_length(changes):
     """For t from 1 to 100: prefill of t tokens gives the first t rows and the next step row t."""
-    config = small(phi="mlp", compress_hidden_size=3)
+    config = small(**changes)
     module, x = layer(config), tokens(LONGEST + 1)
     full, stepped = array(module(x)), new_cache(config)
     for t in range(1, LONGEST + 1):
@@ -78,6 +81,9 @@ CONFIGS: list[dict[str, Any]] = [
     {"window_size": 1000},
     {"num_selected_blocks": 30},
     {"gate": "softmax", "gate_hidden_size": 4},
+    {"scores": "token_max", "branches": ("slc",), "share_kv": True},
+    {"scores": "token_max", "branches": ("slc", "win")},
+    {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
     {"num_heads": 3, "num_kv_heads": 1},
     {"rope_theta": 10_000.0, "rotary_dim": 8},
 ]
@@ -137,17 +143,18 @@ def test_nan_reaches_no_other_sequence():
 
 
 @pytest.mark.parametrize(
-    ("branches", "parts"),
+    ("scores", "branches", "parts"),
     [
-        (("win",), {"k_win", "v_win"}),
-        (("cmp",), {"k_raw", "v_raw", "k_cmp", "v_cmp"}),
-        (("slc",), {"k_slc", "v_slc", "k_raw", "k_cmp"}),
-        (("slc", "win"), {"k_slc", "v_slc", "k_raw", "k_cmp", "k_win", "v_win"}),
+        ("compressed", ("win",), {"k_win", "v_win"}),
+        ("compressed", ("cmp",), {"k_raw", "v_raw", "k_cmp", "v_cmp"}),
+        ("compressed", ("slc",), {"k_slc", "v_slc", "k_raw", "k_cmp"}),
+        ("compressed", ("slc", "win"), {"k_slc", "v_slc", "k_raw", "k_cmp", "k_win", "v_win"}),
+        ("token_max", ("slc",), {"k_slc", "v_slc"}),
     ],
 )
-def test_branch_that_is_off_keeps_nothing(branches, parts):
-    """Compressed values serve the compressed branch alone."""
-    config = small(branches=branches)
+def test_branch_that_is_off_keeps_nothing(scores, branches, parts):
+    """Compressed values serve the compressed branch alone, and keys of tokens score blocks."""
+    config = small(branches=branches, scores=scores)
     cache = new_cache(config)
     layer(config)(tokens(100), cache=cache)
     assert cache.tensors is not None

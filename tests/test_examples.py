@@ -35,10 +35,7 @@ def test_llama_is_dense_up_to_the_selected_tokens(capsys: pytest.CaptureFixture[
     from examples import llama  # transformers takes seconds to import
 
     llama.main()
-    assert capsys.readouterr().out.splitlines() == [
-        "equal for the first 128 of 256 tokens",
-        "keys read by a query: 88 of 128",
-    ]
+    assert capsys.readouterr().out == "equal for the first 128 of 256 tokens\n"
 
 
 def test_training_on_own_text(tmp_path: Path) -> None:

@@ -190,6 +190,11 @@ SENT, GATHERED, LOGITS = "gradients that are sent", "gathered weights", "logits 
                 STREAM: 12 * TOKENS * 2 * (4 + 2) * 768,
             },
         ),
+        (
+            "model.nsa.scores=token_max model.nsa.branches=[slc,win] model.nsa.phi=mlp",
+            # a branch less, and nothing of the compression
+            {ATTENTION: 12 * TOKENS * (4 * 1536 + 2 * 512 + 144 + 2 * 48 + 2 * 128)},
+        ),
         ("accumulation=2 global_batch=64", {GRADIENTS: 4 * PARAMETERS}),
         ("cuda_graphs=true", {GRADIENTS: 4 * PARAMETERS}),
         ("world_size=2 global_batch=64", {SENT: 4 * PARAMETERS}),

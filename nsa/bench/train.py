@@ -537,8 +537,8 @@ def measure_forward(trainer: Trainer, checked: Fields, device: torch.device) -> 
 
 def _speed(config: TrainConfig, tokens_per_s: float, mode: str, device: torch.device) -> Fields:
     """Row fields of a speed in tokens/s over all processes."""
-    passes = 1 if mode == "fwd_bwd" else 3  # a training token counts as three forward passes
-    flops = tokens_per_s * flops_per_token(config.model, config.seq_len) / passes
+    a_token = flops_per_token(config.model, config.seq_len, backward=mode == "fwd_bwd")
+    flops = tokens_per_s * a_token
     peak = peak_flops(device, config.compute_dtype)
     mfu = None if peak is None else flops / peak / config.world_size
     return {"tokens_per_s": tokens_per_s, "tflops_useful": flops / 1e12, "mfu": mfu}

@@ -15,10 +15,12 @@ from nsa.attention import AttentionInputs, attend
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.ops._operator import Call
-from nsa.ops._packed import query_positions
+from nsa.ops._packed import num_compressed, query_positions
 from nsa.ops._sequences import Sequences
 
 _OF_MODEL = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
+# Scores that need no parameters. The keys are rotated already.
+_FIXED: dict[str, Any] = {"scores": "token_max", "phi": "mean", "compress_rope": "none"}
 # Arguments of attention functions that would change the result.
 _REFUSED = ("dropout", "sliding_window", "softcap", "s_aux")
 
@@ -27,29 +29,26 @@ def register(name: str = "nsa", **changes: Any) -> None:
     """Register ``attn_implementation=name`` for models in the layout of Llama.
 
     The model keeps its weights and gets no new ones: all branches use its rotated keys and values,
-    blocks are scored by the mean of their keys, and each branch has the gate 1 / number of
-    branches. With ``branches=("slc",)`` the result is that of dense attention as long as every
-    block is selected, that is up to ``num_selected_blocks * block_size`` tokens. Beyond that the
-    model sees less than it was trained with: train it further, and measure it.
+    blocks are scored by their best token (``scores="token_max"``), and each branch has the gate 1 /
+    number of branches. With ``branches=("slc",)`` the result is that of dense attention as long as
+    every block is selected, that is up to ``num_selected_blocks * block_size`` tokens. Beyond that
+    the model sees less than it was trained with: train it further, and measure it.
 
     Padding and packed documents, given by ``attention_mask``, ``position_ids`` or
-    ``cu_seq_lens_q``, are supported. Any cache of transformers works, but each step scores all
-    blocks again from all keys, which is not fast.
+    ``cu_seq_lens_q``, are supported. Any cache of transformers works.
 
     Args:
         name: name of the implementation.
         changes: fields of :class:`nsa.NSAConfig`, for example ``block_size``,
             ``num_selected_blocks``, ``window_size`` and ``branches`` (default ``("slc", "win")``).
-            The model sets the number and size of the heads.
+            The model sets the number and size of the heads; scores are fixed.
 
     Raises:
-        ValueError: a field is not valid, or is set by the model.
+        ValueError: a field is not valid, fixed, or set by the model.
     """
-    for field in _OF_MODEL:
+    for field in (*_OF_MODEL, *_FIXED):
         check(field not in changes, field, "be left out", changes.get(field))
-    # The keys are rotated already.
-    fixed: dict[str, Any] = {"phi": "mean", "compress_rope": "none"}
-    pattern = NSAConfig(**{"branches": ("slc", "win"), **changes, **fixed})
+    pattern = NSAConfig(**{"branches": ("slc", "win"), **changes, **_FIXED})
 
     def attention(
         module: nn.Module,
@@ -78,13 +77,10 @@ def register(name: str = "nsa", **changes: Any) -> None:
         k, v = (x[:, :, : valid.shape[1]].transpose(1, 2)[valid] for x in (key, value))
         sequences = _documents(valid, new, position_ids, cu_seq_lens_q)
         gates = q.new_full((*q.shape[:2], 3), 1 / len(config.branches))
-
-        def count(gates: Tensor, block_indices: Tensor | None) -> None:
-            module.keys_read = _count_keys(config, sequences, block_indices)
-
+        module.keys_read = _count_keys(config, sequences)
         inputs = AttentionInputs(q, k, v, k, v, k, v, gates, None)
         call = Call(config, sequences, size**-0.5 if scaling is None else scaling)
-        found = attend(inputs, call, rope=None, observer=count)
+        found = attend(inputs, call, rope=None)
         out = found.new_zeros(batch, new, *found.shape[1:])
         out[is_new] = found
         return out, None
@@ -96,8 +92,9 @@ def register(name: str = "nsa", **changes: Any) -> None:
 def keys_read(model: PreTrainedModel) -> list[float]:
     """Mean number of keys that a query read in each layer's last call.
 
-    The mean is over queries and KV heads; keys of the selected blocks and of the window both count.
-    Dense attention reads (T + 1) / 2 keys of T tokens. Waits for the device.
+    A query reads all keys before it to score blocks, the values of the selected ones, and the keys
+    of the other branches. Dense attention reads (T + 1) / 2 keys, and as many values, of T tokens.
+    Waits for the device.
 
     Args:
         model: model that has run with a registered implementation.
@@ -108,18 +105,15 @@ def keys_read(model: PreTrainedModel) -> list[float]:
     return found
 
 
-@torch.no_grad()
-def _count_keys(config: NSAConfig, sequences: Sequences, block_indices: Tensor | None) -> Tensor:
+def _count_keys(config: NSAConfig, sequences: Sequences) -> Tensor:
     """Mean number of keys read by a query."""
-    cu_q, size = sequences.cu_q, config.block_size
-    seen = query_positions(int(sequences.num_tokens or 0), cu_q, sequences.cu_k)[:, None] + 1
-    keys = torch.zeros_like(seen)
-    if block_indices is not None:
-        inside = (seen[..., None] - block_indices * size).clamp(0, size)
-        keys = keys + inside.masked_fill(block_indices < 0, 0).sum(-1)
-    if "win" in config.branches:
-        keys = keys + seen.clamp(max=config.window_size)
-    return keys.double().mean()
+    seen = query_positions(int(sequences.num_tokens or 0), sequences.cu_q, sequences.cu_k) + 1
+    keys = {
+        "cmp": num_compressed(seen, config),
+        "slc": seen,
+        "win": seen.clamp(max=config.window_size),
+    }
+    return torch.stack([keys[branch] for branch in config.branches]).sum(0).double().mean()
 
 
 def _valid_columns(

@@ -40,23 +40,28 @@ def _triangle(n: int) -> int:
 
 
 @lru_cache
-def flops_per_token(config: LMConfig, seq_len: int) -> float:
+def flops_per_token(config: LMConfig, seq_len: int, *, backward: bool = True) -> float:
     """Operations of one training token, forward and backward.
 
     A multiply-add counts as two. Matrix products with parameters need 2 operations per parameter
     forward and 4 backward; attention needs 2 * (D + Dv) per head and visible key forward and twice
-    that backward. Norms, rotation, compression, scoring, the optimizer and recomputation are not
-    counted.
+    that backward. Scores of tokens (``token_max``) need 2 * D per head and token up to the query's
+    own, forward alone. Norms, rotation, compression, other scores, the optimizer and recomputation
+    are not counted.
 
     Args:
         config: the model.
         seq_len: tokens of a sequence.
+        backward: whether the backward pass counts.
     """
     count = parameters_by_part(config)
     head = config.vocab_size * config.width
     in_products = head + count["attention"] + count["gate"] + count["mlp"]
-    attention = 0.0
+    attention = scores = 0.0
     for kind, layers in config.kinds.items():
-        a_key = 2 * kind.nsa.num_heads * (kind.nsa.head_dim + kind.nsa.value_dim)
-        attention += len(layers) * a_key * keys_per_query(kind, seq_len)
-    return 3.0 * (2 * in_products + attention)
+        pattern, number = kind.nsa, len(layers) * kind.nsa.num_heads
+        a_key = 2 * (pattern.head_dim + pattern.value_dim)
+        attention += number * a_key * keys_per_query(kind, seq_len)
+        if kind.attention == "nsa" and pattern.scores_tokens:
+            scores += number * 2 * pattern.head_dim * _triangle(seq_len) / seq_len
+    return (3.0 if backward else 1.0) * (2 * in_products + attention) + scores

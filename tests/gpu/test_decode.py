@@ -42,6 +42,7 @@ def case_of(
 
 
 PLAIN, WIDE, PAPER = sized(6, 64), sized(16, 128), sized(16, 192, 128)
+TOKENS: dict[str, Any] = {"scores": "token_max", "branches": ("slc", "win")}
 TABLE = {"num_selected_blocks_table": ((-1, 1000, 8),), "num_local_blocks": 3}
 CASES: dict[str, Case] = {
     "bf16 G6 D64": case_of(PLAIN, BF16, LONG, 1),
@@ -58,6 +59,10 @@ CASES: dict[str, Case] = {
     "fp16 G16 D192/128": case_of(PAPER, FP16, SHORT, 8),
     "fp32 G6 D64": case_of(PLAIN, FP32, LONG, 1),
     "fp32 G16 D128": case_of(WIDE, FP32, SHORT, 8, phi="mlp"),
+    "bf16 G6 D64 tokens": case_of(PLAIN, BF16, LONG, 1, **TOKENS),
+    "bf16 G16 D128 tokens, 8 queries": case_of(WIDE, BF16, LONG, 8, **{**TABLE, **TOKENS}),
+    "bf16 G16 D192/128 tokens, cmp": case_of(PAPER, BF16, SHORT, 2, scores="token_max"),
+    "fp32 G6 D64 tokens": case_of(PLAIN, FP32, SHORT, 3, block_size=128, **TOKENS),
     "fp32 G6 D192/128": case_of(sized(6, 192, 128), FP32, SHORT, 2),
 }
 
@@ -74,12 +79,17 @@ def test_step(name):
         torch.testing.assert_close(decoded.step(), first, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("splits", [Splits(1, 1, 1), Splits(64, 9, 16), Splits(5, 3, 6)], ids=str)
+@pytest.mark.parametrize(
+    "splits",
+    [Splits(1, 1, 1), Splits(64, 9, 16), Splits(5, 3, 6), Splits(0, 9, 3, 64), Splits(0, 1, 1, 5)],
+    ids=str,
+)
 def test_any_number_of_programs(splits, monkeypatch):
     """The selection in chunks of 63 blocks, too: some 17 of the longest sequence."""
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     monkeypatch.setattr(launch, "MAX_RANKED", 64)
-    Decoded.of(CASES["bf16 G6 D64 mlp, 8 queries"]).check()
+    name = "bf16 G16 D128 tokens, 8 queries" if splits.scored else "bf16 G6 D64 mlp, 8 queries"
+    Decoded.of(CASES[name]).check()
 
 
 def layer_of(config: NSAConfig) -> NativeSparseAttention:
@@ -104,10 +114,10 @@ def filled(
 
 
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("phi", ["mean", "mlp"])
-def test_captured_step(phi, queries):
+@pytest.mark.parametrize("changes", [{}, {"phi": "mlp"}, TOKENS], ids=str)
+def test_captured_step(changes, queries):
     """A step of two layers, replayed at other lengths and pages, gives the eager bits."""
-    module = layer_of(dataclasses.replace(SEED, phi=phi))
+    module = layer_of(dataclasses.replace(SEED, **changes))
     lengths, batch = (1, 60, 1000, 4090), 4
     eager, captured = (filled(module, lengths, num_layers=2) for _ in range(2))
     x = torch.zeros(batch, queries, 256, device=DEVICE, dtype=BF16)

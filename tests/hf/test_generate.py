@@ -93,7 +93,10 @@ def test_beam_search() -> None:
     assert found[:, -6:].tolist() == [best_beams(model, row, 3, 6) for row in rows]
 
 
-@pytest.mark.parametrize("changes", [{}, TABLES[0]], ids=str)
+BY_TOKEN = {"scores": "token_max", "branches": ("slc", "win")}
+
+
+@pytest.mark.parametrize("changes", [{}, TABLES[0], BY_TOKEN], ids=str)
 def test_a_cache_goes_on(changes: dict[str, Any]) -> None:
     """What it holds is not computed again; steps of several tokens; it starts anew."""
     model, x = model_of(**changes), tokens(2, 100)

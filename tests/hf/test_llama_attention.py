@@ -179,21 +179,23 @@ def test_equals_the_function(branches: tuple[Branch, ...]) -> None:
     )
     q, k, v = (y.transpose(1, 2) for y in (*apply_rotary_pos_emb(q, k, *cos_sin), v))
     heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
-    config = NSAConfig(**CHANGES, **heads, branches=branches, phi="mean", compress_rope="none")
+    config = NSAConfig(**CHANGES, **heads, branches=branches, scores="token_max")
     gates = torch.full((2, 150, 4, 3), 1 / len(branches))
     out = native_sparse_attention(q, k, v, k, v, k, v, gates, None, config)
     torch.testing.assert_close(found, layer.o_proj(out.flatten(-2)), rtol=0, atol=1e-6)
     read = nsa.hf.keys_read(model)[0]
-    size, window = SAME, PATTERN.window_size
-    slc = [min(t // 16 + 1, size // 16) * 16 - 15 + t % 16 for t in range(150)]
-    win = [min(t + 1, window) for t in range(150)]
-    assert read == pytest.approx((sum(slc) + sum(win)) / 150)
+    size, stride = PATTERN.compress_block_size, PATTERN.compress_stride
+    keys = sum(t + 1 + min(t + 1, PATTERN.window_size) for t in range(150))
+    if "cmp" in branches:
+        keys += sum(len(range(size, t + 2, stride)) for t in range(150))
+    assert read == pytest.approx(keys / 150)
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"num_heads": 4}, "num_heads must be left out, got 4"),
+        ({"scores": "compressed"}, "scores must be left out, got compressed"),
         ({"block_size": 24}, "block_size must be"),
         ({"name": "x", "window": 4}, "window"),
     ],

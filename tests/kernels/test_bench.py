@@ -94,16 +94,23 @@ def test_kernels_pass_the_gate(name, changes, monkeypatch):
     assert all(row.correct and row.variant == variant for row in results.rows)
 
 
-@pytest.mark.parametrize("provider", ["nsa", "dense-scan"])
-def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider):
-    config = NSAConfig(4, 2, 16, 16, **SMALL)
+@pytest.mark.parametrize(
+    ("provider", "changes", "keys", "values"),
+    [
+        # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
+        ("nsa", {}, 49 + (3 * 16 + 8) + 32, 49 + (3 * 16 + 8) + 32),
+        ("nsa", {"scores": "token_max", "branches": ("slc", "win")}, 200 + 56 + 32, 56 + 32),
+        ("dense-scan", {}, 200, 200),
+    ],
+    ids=str,
+)
+def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider, changes, keys, values):
+    config = NSAConfig(4, 2, 16, 16, **SMALL, **changes)
     point = Point("small", config, 200, 2, "random", torch.float32, CPU)
     step = decode.attention_step(provider, point)
     for _ in range(2):
         checked = step.check()
         assert checked["correct"]
         assert 0 < checked["errors"]["out"] < 1e-6
-    # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
-    keys = 49 + (3 * 16 + 8) + 32 if provider == "nsa" else 200
-    # B, Hkv, keys, with values, bytes
-    assert step.work() == {"tokens": 2, "read": 2 * 2 * keys * 2 * 16 * 4}
+    # B, Hkv, keys and values of 16 elements, bytes
+    assert step.work() == {"tokens": 2, "read": 2 * 2 * (keys + values) * 16 * 4}

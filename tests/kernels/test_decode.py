@@ -25,6 +25,7 @@ from tests.ops.public import Case
 
 WIDTH = 24
 ONE_KV_HEAD = {"num_heads": 2, "num_kv_heads": 1}
+TOKENS: dict[str, Any] = {"num_heads": 6, "scores": "token_max", "branches": ("slc", "win")}
 
 
 def case_of(
@@ -128,6 +129,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
     "window 1": ({**ONE_KV_HEAD, "window_size": 1}, (0, 40), (3, 1)),
     "window 7": ({**ONE_KV_HEAD, "window_size": 7}, (3, 40), (8, 1)),
     "window of all": ({**ONE_KV_HEAD, "window_size": 1000}, (3, 100), (3,)),
+    "tokens": (TOKENS, (15, 131), (1, 8)),
+    "tokens, cmp, table": (
+        {**pattern(8, 4, n=5), "scores": "token_max", "compress_rope": "none"}
+        | {"num_selected_blocks_table": ((-1, 104, 3), (-1, 107, 4))},
+        (40, 102),
+        (1, 8),
+    ),
+    "tokens, no first blocks": (
+        {**forced(0, 1, 2), "scores": "token_max", "branches": ("slc",)},
+        (31, 143),
+        (3,),
+    ),
     "G 20": ({"num_heads": 20, "num_kv_heads": 1, "num_selected_blocks": 3}, (70,), (2,)),
 }
 
@@ -153,33 +166,59 @@ def test_rows_of_all_queries_and_heads_exceed_a_tile(change):
 
 
 @pytest.mark.parametrize(
-    "splits", [Splits(1, 1, 1), Splits(3, 2, 2), Splits(5, 3, 3), Splits(40, 9, 7)], ids=str
+    "splits",
+    [
+        *(Splits(1, 1, 1), Splits(3, 2, 2), Splits(5, 3, 3), Splits(40, 9, 7)),
+        *(Splits(0, 2, 3, 5), Splits(3, 1, 2, 30)),
+    ],
+    ids=str,
 )
 def test_any_number_of_programs(splits, change):
     """More than there are keys or blocks, too, and numbers that are no powers of two."""
     change(choose_splits=lambda *_: splits, STEP_KEYS=16)
-    check(case_of(ONE_KV_HEAD, (2, 300), 3))
+    changes: dict[str, Any] = {}
+    if splits.scored:  # two steps per block
+        changes = {"scores": "token_max", "block_size": 32}
+        changes |= {} if splits.cmp else {"branches": ("slc", "win")}
+    check(case_of({**ONE_KV_HEAD, **changes}, (2, 300), 3))
 
 
-@pytest.mark.parametrize("ranked", [16, 32])
-def test_selection_in_chunks(ranked, change):
+@pytest.mark.parametrize(("ranked", "scores"), [(16, "compressed"), (32, "token_max")])
+def test_selection_in_chunks(ranked, scores, change):
     """Programs of 15 or 31 blocks each, whose best are merged; most have none of a short one."""
     change(MAX_RANKED=ranked)
     table = {"num_selected_blocks": 6, "num_selected_blocks_table": ((-1, 240, 5),)}
-    check(case_of({**ONE_KV_HEAD, **table}, (14, 238, 511), 3))
+    check(case_of({**ONE_KV_HEAD, **table, "scores": scores}, (14, 238, 511), 3))
 
 
-@pytest.mark.parametrize("ranked", [16, 1024])
-def test_equal_scores_select_the_lowest_blocks(ranked, change):
+@pytest.mark.parametrize(("ranked", "scores"), [(16, "token_max"), (1024, "compressed")])
+def test_equal_scores_select_the_lowest_blocks(ranked, scores, change):
     """Queries of zeros: only the first block and those at the end score less than others."""
     change(MAX_RANKED=ranked)
-    decoded = Decoded.of(case_of({**ONE_KV_HEAD, "num_selected_blocks": 6}, (400, 14), 2))
+    changes = {**ONE_KV_HEAD, "num_selected_blocks": 6, "scores": scores}
+    decoded = Decoded.of(case_of(changes, (400, 14), 2))
     decoded.x.q.zero_()
     decoded.check()
     decoded.take_back()
     _, ids, _ = decoded.step()
     assert ids is not None
     assert ids[:2, 0].tolist() == [[0, 1, 2, 3, 24, 25]] * 2
+
+
+def test_scores_beyond_the_limit_are_equal():
+    """Three blocks with a token of product 200, forced ones with 0: no score is infinite."""
+    changes = {**ONE_KV_HEAD, "scores": "token_max", "num_selected_blocks": 5}
+    decoded = Decoded.of(case_of(changes, (300,), 1))
+    tensors = decoded.cache.layers[0].tensors
+    assert tensors is not None
+    assert tensors.k_slc is not None
+    for x in (tensors.k_slc, decoded.x.k_slc):
+        x.zero_()
+    tensors.k_slc[16 * tensors.table[0, [3, 5, 7]].long()] = 50.0
+    decoded.x.q.fill_(1.0)
+    _, ids, _ = decoded.step()
+    assert ids is not None
+    assert ids.tolist() == [[[0, 3, 5, 17, 18]]]
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
@@ -294,7 +333,7 @@ def test_keys_read_by_a_step_are_those_of_the_paper(length):
     whole.reserve(count)
     whole.advance(count)  # of zeros, which the memory holds
     whole.device_lengths.add_(length - 2)
-    layer_cache.reads = torch.zeros(1, 3, dtype=torch.int64)
+    layer_cache.reads = torch.zeros(1, 4, dtype=torch.int64)
     step(module, layer_cache, tokens(1, 1))
     table = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
     assert int(layer_cache.reads.sum()) == table[length] - 1

@@ -68,6 +68,8 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"qk_norm": True, "attention": "dense"},
         {"gate_hidden_size": 8},
         {"num_selected_blocks_table": ((-1, 40, 3),)},
+        {"scores": "token_max", "branches": ("slc", "win")},
+        {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
         *TABLES,
         MIXED,
     ],

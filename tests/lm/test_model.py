@@ -118,6 +118,19 @@ def test_flops_of_a_token() -> None:
     )
 
 
+@pytest.mark.parametrize("branches", [("win",), ("slc", "win"), ("cmp", "slc", "win")])
+def test_flops_of_scores_by_tokens(branches: Any) -> None:
+    """2 D per layer, query head and key, in the forward pass alone."""
+    pattern = dataclasses.replace(PATTERN, branches=branches, scores="token_max")
+    config = make("nsa", nsa=pattern).config
+    scores = 2 * 16 * 4 * SMALL.num_layers * (100 + 1) / 2 * ("slc" in branches)
+    both, forward = (flops_per_token(config, 100, backward=value) for value in (True, False))
+    assert both - scores == pytest.approx(3 * (forward - scores), rel=1e-12)
+    if "cmp" in branches:
+        other = dataclasses.replace(config, nsa=dataclasses.replace(pattern, scores="compressed"))
+        assert both - flops_per_token(other, 100) == pytest.approx(scores, rel=1e-9)
+
+
 # --- start ----------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ class Decoded:
             decoded.take(decoded.rows(first, counts), counts, is_step=True)
             first = [n + count for n in first]
         num_groups = len(first) * case.config.num_kv_heads
-        layer.reads = torch.zeros(num_groups, 3, dtype=torch.int64, device=case.device)
+        layer.reads = torch.zeros(num_groups, 4, dtype=torch.int64, device=case.device)
         return decoded
 
     @property
@@ -147,9 +147,11 @@ class Decoded:
         out, ids, reads = self.step()
         phi_k, phi_v = phi_of(parameters_of(case)) or (None, None)
         phi = Phi(phi_k, phi_v, Rope.from_config(config))
-        inputs, scored = named_tensors(x), x.q
+        by_token, inputs = config.scores == "token_max", named_tensors(x)
+        scored, stored = x.q, x.k_slc
         if self.q_cmp is not None:
-            inputs["q_cmp"] = scored = self.q_cmp
+            inputs["q_cmp"] = self.q_cmp
+            scored = x.q if by_token else self.q_cmp
         sample = Sample(every(x.q), every(x.q)[:0], x.cu_seqlens_q, x.cu_seqlens_k)
 
         def values(name: str, given: dict[str, Tensor], rows: Sample) -> Any:
@@ -157,9 +159,10 @@ class Decoded:
 
         more = case.dtype, "decode", case.factor
         if config.compresses_keys:
-            stored = self.compressed_keys()
-            of_blocks = sample._replace(queries=every(stored))
-            check_sampled(values("compress", {"x": x.k_cmp_raw}, of_blocks), {"y": stored}, *more)
+            k_cmp = self.compressed_keys()
+            of_blocks = sample._replace(queries=every(k_cmp))
+            check_sampled(values("compress", {"x": x.k_cmp_raw}, of_blocks), {"y": k_cmp}, *more)
+            stored = stored if by_token else k_cmp
         assert (ids is None) == ("slc" not in config.branches)
         if ids is not None:
             inputs["block_indices"] = ids
@@ -182,9 +185,9 @@ class Decoded:
         return torch.cat(parts)
 
     def expected_reads(self, ids: Tensor | None) -> Tensor:
-        """num_cmp(t) + tokens of the selected blocks + min(w, t + 1), ``[B * Hkv, 3]``.
+        """num_cmp(t), tokens of the selected blocks, min(w, t + 1), scored ones, ``[B * Hkv, 4]``.
 
-        Of several queries the first and the last part count once.
+        Of several queries all but the second count once.
         """
         config, count = self.case.config, self.count
         size, stride, block = config.compress_block_size, config.compress_stride, config.block_size
@@ -199,5 +202,6 @@ class Decoded:
                 ]
                 num_cmp = max(before + count - size + stride, 0) // stride * config.compresses_keys
                 window = (min(before, config.window_size - 1) + count) * ("win" in config.branches)
-                found.append([num_cmp, sum(selected), window])
+                scored = (before + count) * (ids is not None and config.scores == "token_max")
+                found.append([num_cmp, sum(selected), window, scored])
         return torch.tensor(found)

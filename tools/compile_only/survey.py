@@ -166,6 +166,8 @@ def variations() -> list[Case]:
     one, many = steps(64, 64, 6)
     decoded = [replace(one, changes=found[i].changes) for i in (0, 10, 11)]
     decoded += [replace(many, changes=found[i].changes) for i in (2, 5, 6)]
+    by_token = (("scores", "token_max"), ("branches", ("slc", "win")))
+    decoded += [replace(step, changes=by_token) for step in (one, many)]
     return [replace(case, longest=DENSE), case, *found, *scattered, *decoded]
 
 

@@ -231,12 +231,19 @@ def softmax_step(s, v, row_max, total, acc, scale):
 
 
 @triton.jit
+def softmax_lse(row_max, total):
+    """lse ``[M]``, natural log; -inf for rows without keys."""
+    empty = total == 0
+    lse = (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2
+    return tl.where(empty, -float("inf"), lse)
+
+
+@triton.jit
 def softmax_result(row_max, total, acc):
     """out ``[M, Dv]`` fp32 and lse ``[M]``, natural log; 0 and -inf for rows without keys."""
     empty = total == 0
     out = tl.where(empty[:, None], 0.0, acc * (1.0 / tl.where(empty, 1.0, total))[:, None])
-    lse = (row_max + tl.log2(tl.where(empty, 1.0, total))) * LN_2
-    return out, tl.where(empty, -float("inf"), lse)
+    return out, softmax_lse(row_max, total)
 
 
 @triton.jit

@@ -30,14 +30,14 @@ STAGES = 3
 MAX_OUTPUTS = 64 * 64
 # Selection: maxima of scores per warp, of blocks per sequence and heads per group for which one
 # warp suffices, and of blocks ranked by a program. Merge: maximum number of splits of a branch, and
-# minimum number of compressed keys per split if there are many.
+# minimum number of compressed or scored keys per split if there are many.
 MAX_SCORES = 4096
 MAX_BLOCKS, MAX_HEADS = 2048, 16
 MAX_RANKED = 256
 MAX_SPLITS = 64
 SPLIT_KEYS = 128
-# Maximum number of compressed keys per program, whatever their total; window programs, which run
-# concurrently, have about as many.
+# Maximum number of compressed or scored keys per program, whatever their total; window programs,
+# which run concurrently, have about as many.
 LONG_SPLIT_KEYS = 512
 # Tokens of all sequences in a small step.
 FEW_TOKENS = 2
@@ -134,29 +134,33 @@ def _plan_append(
     )
 
 
-def choose_splits(config: NSAConfig, groups: int, queries: int, most_blocks: int) -> Splits:
+def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int) -> Splits:
     """Choose the number of programs per branch, so that there are two per multiprocessor.
 
     Args:
         config: the sparse pattern.
         groups: sequences times KV heads.
         queries: tokens per sequence in the step.
-        most_blocks: upper bound on the compressed blocks of a sequence.
+        most_tokens: upper bound on the tokens of a sequence.
     """
     programs = 2 * 132  # for an H100 or H200; close enough elsewhere
     wanted = max(programs // groups, 1)
-    # Powers of two, so that few kernels are compiled for caches of all sizes.
-    least, most = (
-        next_power_of_2(cdiv(max(most_blocks, 1), keys)) for keys in (LONG_SPLIT_KEYS, SPLIT_KEYS)
-    )
-    cmp = min(max(wanted, least), MAX_SPLITS, most)
+
+    def splits_of(keys: int) -> int:
+        # Powers of two, so that few kernels are compiled for caches of all sizes.
+        least, most = (next_power_of_2(cdiv(keys, each)) for each in (LONG_SPLIT_KEYS, SPLIT_KEYS))
+        return min(max(wanted, least), MAX_SPLITS, most)
+
     win = max(wanted // len(config.branches), 1)
     win = min(win, MAX_SPLITS, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
     slc = cdiv(config.num_selected_blocks, cdiv(config.num_selected_blocks, slc))
     on = config.branches
     return Splits(
-        cmp if config.compresses_keys else 0, win if "win" in on else 0, slc if "slc" in on else 0
+        splits_of(most_tokens // config.compress_stride) if config.compresses_keys else 0,
+        win if "win" in on else 0,
+        slc if "slc" in on else 0,
+        splits_of(most_tokens) if config.scores_tokens else 0,
     )
 
 
@@ -178,17 +182,17 @@ def attend(
         cache: the layer's cache; ``lengths`` do not include the new tokens yet.
         config: the sparse pattern.
         queries: tokens per sequence.
-        reads: int64 ``[B * Hkv, 3]``, order (cmp, slc, win): the kernels add the number of keys
-            that they load with their values; window and compressed keys count once per step, keys
-            of selected blocks once per query. None: nothing is counted.
+        reads: int64 ``[B * Hkv, 4]``: the kernels add the number of keys that they load with their
+            values, order (cmp, slc, win), and without them, to score tokens of the selected branch.
+            Keys of selected blocks count once per query, others once per step. None: nothing is
+            counted.
 
     Returns:
         out ``[B * queries, Hq, Dv]`` and the selected blocks, int32 ``[B * queries, Hkv, n]``; None
         without the selected branch.
     """
     groups = cache.num_sequences * config.num_kv_heads
-    most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
-    splits = choose_splits(config, groups, queries, most_blocks)
+    splits = choose_splits(config, groups, queries, cache.table.shape[1] * config.block_size)
     out: tuple[Tensor, Tensor | None]
     out = _attend(q, q_cmp, gates, cache, config.text, queries, splits, reads)
     return out
@@ -201,7 +205,7 @@ class _StepPlan(NamedTuple):
         parts: shape of the partial outputs of every row (queries by heads).
         scores: shape of the scores, ``[B * Hkv, queries * G, max blocks]``.
         best: shape of the best blocks that each program of the selection finds.
-        scan: the compressed branch and the window; None without both.
+        scan: the compressed branch, the window and scores of tokens; None without them.
         select: the selection, concurrently with a merge of the other branches; None without it.
         merge: the selected branch, and the gated sum.
     """
@@ -223,14 +227,14 @@ def _attend(
     cache: CacheTensors,
     config_text: str,
     queries: int,
-    split_numbers: tuple[int, int, int],
+    split_numbers: tuple[int, int, int, int],
     reads: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     config = NSAConfig.from_text(config_text)
     plan = once(lambda: _plan_step(q, cache, config, queries, Splits(*split_numbers)))
     table, lengths, scale = cache.table, cache.lengths, float(config.head_dim**-0.5)
     out = q.new_empty(*q.shape[:2], config.value_dim)
-    # Partial results [B * Hkv, cmp + win + slc, queries * G, Dv], and unscaled scores.
+    # Partial results [B * Hkv, programs, queries * G, Dv], and unscaled scores.
     part = q.new_empty(plan.parts, dtype=torch.float32)
     lse = q.new_empty(plan.parts[:3], dtype=torch.float32)
     scores = q.new_empty(plan.scores, dtype=torch.float32)
@@ -240,6 +244,7 @@ def _attend(
             q if q_cmp is None else q_cmp,
             cache.k_cmp,
             cache.v_cmp,
+            cache.k_slc,
             cache.k_win,
             cache.v_win,
             table,
@@ -251,6 +256,8 @@ def _attend(
             table.shape[1],
             scores.shape[-1],
             scale,
+            config.num_init_blocks,
+            config.num_local_blocks,
         )
     ids, others = None, lse.new_empty(0)
     if plan.select is not None:
@@ -329,11 +336,11 @@ def _plan_step(
         "launch_pdl": is_small and starts_early(cache.table),
     }
     scan = select = None
-    if splits.cmp + splits.win:
+    if splits.number > splits.slc:
         block_m = min(most_rows, max(16, next_power_of_2(rows)))
         # Register limit of a program: outputs, and scores of a step.
         block_n = keys if block_m * width <= MAX_OUTPUTS else keys // 2
-        grid = (groups, splits.cmp + splits.win, cdiv(rows, block_m))
+        grid = (groups, splits.number - splits.slc, cdiv(rows, block_m))
         tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         scan = Launch(decode_scan_kernel, grid, **constants, **tile, **options)
     constants["HAS_CMP"] = cache.v_cmp is not None
@@ -352,10 +359,15 @@ def _plan_step(
         BLOCK_IDS=next_power_of_2(config.num_selected_blocks),
         **options,
     )
-    most_blocks = cache.table.shape[1] * (config.block_size // config.compress_stride)
-    scores = (groups, rows, most_blocks) if config.compresses_keys else (0,)
-    parts = (groups, sum(splits), rows, config.value_dim)
+    scores = (groups, rows, cache.table.shape[1] * _scores_per_block(config, splits))
+    parts = (groups, splits.number, rows, config.value_dim)
     return _StepPlan(parts, scores, best, scan, select, merge)
+
+
+def _scores_per_block(config: NSAConfig, splits: Splits) -> int:
+    if splits.scored:
+        return 1
+    return config.block_size // config.compress_stride if splits.cmp else 0
 
 
 def _plan_select(
@@ -368,11 +380,11 @@ def _plan_select(
     # A single warp sorts fastest as long as the data fits in its registers.
     is_large = most_blocks > MAX_BLOCKS or group > MAX_HEADS
     scores = MAX_SCORES * (2 if is_large else 1)
-    ranked = scores // (group * (config.block_size // config.compress_stride))
+    ranked = scores // (group * _scores_per_block(config, splits))
     block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MAX_RANKED)
     block_j = max(block_j, block_k, 16)
     chunks = cdiv(most_blocks, block_j - 1)
-    block_o = next_power_of_2(max(splits.cmp, splits.win))
+    block_o = next_power_of_2(max(splits.cmp, splits.win, 1))
     block_o = max(min(block_o, MAX_OUTPUTS // heads.BLOCK_DV), 1)
     block_h = max(min(group, MAX_OUTPUTS // (heads.BLOCK_DV * block_o)), 1)
     launch = Launch(
@@ -381,7 +393,7 @@ def _plan_select(
         **constants,
         COUNTS=selection.counts,
         BLOCK_G=group,
-        BLOCK_S=next_power_of_2(splits.cmp),
+        BLOCK_S=next_power_of_2(splits.scored or splits.cmp),
         BLOCK_J=block_j,
         BLOCK_K=block_k,
         BLOCK_CHUNKS=next_power_of_2(chunks),

@@ -48,11 +48,19 @@ class Splits(NamedTuple):
         cmp: programs of the compressed branch.
         win: programs of the window.
         slc: programs of the selected branch.
+        scored: programs that score the tokens of the selected branch; 0 unless scores are
+            ``token_max``.
     """
 
     cmp: int
     win: int
     slc: int
+    scored: int = 0
+
+    @property
+    def number(self) -> int:
+        """Number of all programs."""
+        return sum(self)
 
 
 @triton.jit
@@ -90,10 +98,10 @@ def query_rows(row, b, head, cached, P: tl.constexpr):
 
 
 @triton.jit
-def count_reads(reads_ptr, group, keys, BRANCH: tl.constexpr):
-    """Add the number of keys loaded by a program to int64 ``[B * Hkv, 3]``; no-op if None."""
+def count_reads(reads_ptr, group, keys, COLUMN: tl.constexpr):
+    """Add the number of keys loaded by a program to int64 ``[B * Hkv, 4]``; no-op if None."""
     if reads_ptr is not None:
-        tl.atomic_add(reads_ptr + group * 3 + BRANCH, keys.to(tl.int64))
+        tl.atomic_add(reads_ptr + group * 4 + COLUMN, keys.to(tl.int64))
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def decode_merge_kernel(
     b = group // P.HKV
     head = group % P.HKV
     cached = tl.load(lengths_ptr + b)
-    first = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
+    first = group * SPLITS.number
     ROWS: tl.constexpr = P.QUERIES * P.G
     first_row = query * P.G + tl.program_id(2) * BLOCK_G
     end_row = query * P.G + P.G

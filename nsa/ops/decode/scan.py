@@ -1,4 +1,4 @@
-"""Decode kernel of the compressed branch and the window, split over keys."""
+"""Decode kernel of the compressed branch, the window and the scores, split over keys."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
@@ -10,6 +10,7 @@ from nsa.ops._triton.tiles import (
     LOG2_E,
     load_rows,
     products,
+    softmax_lse,
     softmax_result,
     softmax_start,
     softmax_step,
@@ -19,9 +20,11 @@ from nsa.ops.decode.layout import (
     complete_blocks,
     compressed_rows,
     count_reads,
+    page_rows,
     query_rows,
     store_partial,
 )
+from nsa.ops.selection.token_max import add_forced_keys, block_maxima
 
 
 @triton.jit
@@ -40,9 +43,9 @@ def compressed_split(
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Partial out and lse over a program's share of the compressed keys; stores their scores.
+    """Partial out and lse over a program's share of the compressed keys.
 
-    If ``v_ptr`` is None, only scores and lse are computed.
+    Stores their scores unless tokens are scored. If ``v_ptr`` is None, no out is computed.
     """
     b, head, cached, table_width, most_blocks = where
     row, ok, t = query
@@ -63,11 +66,12 @@ def compressed_split(
         next_at = compressed_rows(table_ptr, b, table_width, ahead, ahead < end, P) * P.HKV + head
         k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         s = products(q, k, False)  # [M, BLOCK_N]
-        tl.store(
-            scores_ptr + group[:, None] * most_blocks + i[None, :],
-            s,
-            mask=ok[:, None] & here[None, :],
-        )
+        if SPLITS.scored == 0:
+            tl.store(
+                scores_ptr + group[:, None] * most_blocks + i[None, :],
+                s,
+                mask=ok[:, None] & here[None, :],
+            )
         s = tl.where(i[None, :] < visible[:, None], s, -float("inf"))
         if v_ptr is None:
             new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
@@ -91,7 +95,6 @@ def window_split(
     v_ptr,
     reads_ptr,
     where,
-    split,
     scale,
     P: tl.constexpr,
     HEADS: tl.constexpr,
@@ -104,7 +107,7 @@ def window_split(
     first = tl.maximum(cached - P.WINDOW + 1, 0)
     last = cached + P.QUERIES
     share = tl.cdiv(tl.cdiv(last - first, SPLITS.win), BLOCK_N) * BLOCK_N
-    begin = first + split * share
+    begin = first + (tl.program_id(1) - SPLITS.cmp) * share
     end = tl.minimum(begin + share, last)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     for start in tl.range(begin, end, BLOCK_N):
@@ -121,12 +124,75 @@ def window_split(
     return softmax_result(row_max, total, acc)
 
 
+@triton.jit
+def scored_split(
+    q,
+    query,
+    k_ptr,
+    scores_ptr,
+    table_ptr,
+    reads_ptr,
+    where,
+    scale,
+    forced_blocks,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Log-sum-exp of the forced tokens in a program's share of the pages.
+
+    Stores the largest unscaled product of each block. Products with tokens after the query belong
+    to its own block, which is forced, or to later blocks.
+    """
+    b, head, cached, table_width, most_blocks = where
+    row, ok, t = query
+    BLOCK_SIZE: tl.constexpr = P.BLOCK_SIZE
+    WHOLE: tl.constexpr = max(BLOCK_N, BLOCK_SIZE)  # shares consist of whole blocks and steps
+    PER: tl.constexpr = WHOLE // BLOCK_SIZE  # blocks per step; a step may be a part of one
+    tokens = cached + P.QUERIES
+    share = tl.cdiv(tl.cdiv(tokens, SPLITS.scored), WHOLE) * WHOLE
+    begin = (tl.program_id(1) - SPLITS.cmp - SPLITS.win) * share
+    end = tl.minimum(begin + share, tokens)
+    row_max = tl.full([q.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    largest = tl.full([q.shape[0], PER], -float("inf"), tl.float32)
+    group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
+    key = begin + tl.arange(0, BLOCK_N)
+    # Page lookups run one step ahead, so that loads of keys can be pipelined.
+    at = page_rows(table_ptr, b, table_width, key, key < end, BLOCK_SIZE) * P.HKV + head
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        ahead = key + BLOCK_N
+        next_row = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE)
+        k = load_rows(k_ptr, at, key < end, HEADS.D, HEADS.D, HEADS.BLOCK_D)
+        s = products(q, k, False)  # [M, BLOCK_N]
+        here = block_maxima(s, BLOCK_N // PER)
+        if BLOCK_N < BLOCK_SIZE:
+            here = tl.maximum(here, tl.where(start % BLOCK_SIZE == 0, -float("inf"), largest))
+            largest = here
+        block = start // BLOCK_SIZE + tl.arange(0, PER)
+        tl.store(
+            scores_ptr + group[:, None] * most_blocks + block[None, :],
+            here,
+            mask=ok[:, None] & (block * BLOCK_SIZE < end)[None, :],
+        )
+        row_max, total = add_forced_keys(
+            s * scale, key, key < end, t, row_max, total, forced_blocks, BLOCK_SIZE
+        )
+        at = next_row * P.HKV + head
+    if tl.program_id(2) == 0:
+        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 3)
+    return softmax_lse(row_max, total)
+
+
 @kernel(do_not_specialize=CAPACITIES)
 def decode_scan_kernel(
     q_ptr,
     q_cmp_ptr,
     k_cmp_ptr,
     v_cmp_ptr,
+    k_slc_ptr,
     k_win_ptr,
     v_win_ptr,
     table_ptr,
@@ -138,18 +204,21 @@ def decode_scan_kernel(
     table_width,
     most_blocks,
     softmax_scale,
+    num_init,
+    num_local,
     P: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Partial results of the compressed branch and the window, and scores of compressed keys.
+    """Partial results of the compressed branch and the window, and scores.
 
     Program (i, s, m) handles sequence and KV head i and the m-th ``BLOCK_M`` rows (queries by
-    heads); the first ``SPLITS.cmp`` values of s share the compressed keys, the others the window.
-    Partial results are stored as ``[B * Hkv, cmp + win + slc, T * G]``, grouped by branch; unscaled
-    scores as ``[B * Hkv, T * G, most_blocks]``.
+    heads); the first ``SPLITS.cmp`` values of s share the compressed keys, then ``SPLITS.win`` the
+    window, then ``SPLITS.scored`` the keys of the selected branch. Partial results are stored as
+    ``[B * Hkv, cmp + win + slc + scored, T * G]``, grouped by branch; unscaled scores of compressed
+    keys, or of blocks if tokens are scored, as ``[B * Hkv, T * G, most_blocks]``.
     """
     wait_for_inputs(AT_ONCE=False)
     b = tl.program_id(0) // P.HKV
@@ -161,7 +230,7 @@ def decode_scan_kernel(
     where = (b, head, cached, table_width, most_blocks)
     query = (row, ok, t)
     scale = softmax_scale * LOG2_E
-    share = tl.program_id(0) * (SPLITS.cmp + SPLITS.win + SPLITS.slc) + split
+    share = tl.program_id(0) * SPLITS.number + split
     at = share.to(tl.int64) * (P.QUERIES * P.G) + row
     if split < SPLITS.cmp:
         if SPLITS.cmp > 0:
@@ -183,7 +252,7 @@ def decode_scan_kernel(
             )
             let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
-    else:
+    elif split < SPLITS.cmp + SPLITS.win:
         if SPLITS.win > 0:
             q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
             out, lse = window_split(
@@ -193,7 +262,6 @@ def decode_scan_kernel(
                 v_win_ptr,
                 reads_ptr,
                 where,
-                split - SPLITS.cmp,
                 scale,
                 P,
                 HEADS,
@@ -202,3 +270,23 @@ def decode_scan_kernel(
             )
             let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+    else:
+        if SPLITS.scored > 0:
+            q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
+            lse = scored_split(
+                q,
+                query,
+                k_slc_ptr,
+                scores_ptr,
+                table_ptr,
+                reads_ptr,
+                where,
+                scale,
+                (num_init, num_local),
+                P,
+                HEADS,
+                SPLITS,
+                BLOCK_N,
+            )
+            let_next_start()
+            tl.store(lse_ptr + at + SPLITS.slc * (P.QUERIES * P.G), lse, mask=ok)

@@ -9,12 +9,13 @@ from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
 from nsa.ops.selection.kernels import INFINITE_BITS, block_scores, sorted_ids
+from nsa.ops.selection.token_max import LIMIT
 from nsa.ops.selection.two_stage import LAST_ID
 
 
 @triton.jit
 def merged_lse(lse_ptr, share, row, ok, P: tl.constexpr, NUM: tl.constexpr, BLOCK_S: tl.constexpr):
-    """lse ``[H]`` (base 2) of rows (queries by heads) over all compressed keys; +inf without any.
+    """lse ``[H]`` (base 2) of rows (queries by heads) over all keys; +inf without any.
 
     It merges ``NUM`` partial results, beginning with ``share``.
     """
@@ -67,22 +68,31 @@ def select(
     """Rank a program's blocks; the last program also merges the rankings of the others."""
     group, query, t = where
     num_init, num_local = forced_blocks
-    R: tl.constexpr = P.BLOCK_SIZE // P.STRIDE
+    BY_TOKEN: tl.constexpr = SPLITS.scored > 0
+    # Scores per block, and blocks to which a score contributes.
+    R: tl.constexpr = 1 if BY_TOKEN else P.BLOCK_SIZE // P.STRIDE
+    O: tl.constexpr = 1 if BY_TOKEN else P.L // P.STRIDE
     chunk = tl.program_id(1)
     # Start one block early: the last keys of a block contribute to the next one.
     j0 = chunk * (BLOCK_J - 1) - 1
     jj = tl.arange(0, BLOCK_J)
     key = j0 * R + tl.arange(0, BLOCK_J * R)
-    seen = (key >= 0) & (key < complete_blocks(t + 1, P))
+    visible = t // P.BLOCK_SIZE + 1 if BY_TOKEN else complete_blocks(t + 1, P)
+    seen = (key >= 0) & (key < visible)
     h = tl.arange(0, BLOCK_G)
     row = query * P.G + h
-    first = group * (SPLITS.cmp + SPLITS.win + SPLITS.slc)
-    lse = merged_lse(lse_ptr, first, row, h < P.G, P, SPLITS.cmp, BLOCK_S)
+    FIRST: tl.constexpr = SPLITS.number - SPLITS.scored if BY_TOKEN else 0
+    NUM: tl.constexpr = SPLITS.scored if BY_TOKEN else SPLITS.cmp
+    first = group * SPLITS.number + FIRST
+    lse = merged_lse(lse_ptr, first, row, h < P.G, P, NUM, BLOCK_S)
     at = (group.to(tl.int64) * (P.QUERIES * P.G) + row)[:, None] * most_blocks + key[None, :]
     s = tl.load(scores_ptr + at, mask=(h < P.G)[:, None] & seen[None, :], other=-float("inf"))
-    p = tl.sum(tl.exp2(s * scale - lse[:, None]), 0)[None, :]
+    s = s * scale - lse[:, None]
+    if BY_TOKEN:
+        s = tl.minimum(s, LIMIT)
+    p = tl.sum(tl.exp2(s), 0)[None, :]
     nothing = tl.zeros([1], tl.float32)
-    score, _ = block_scores(p, nothing, jj, 1, BLOCK_J, R, P.L // P.STRIDE)
+    score, _ = block_scores(p, nothing, jj, 1, BLOCK_J, R, O)
     j = (j0 + jj)[None, :]
     current = t // P.BLOCK_SIZE
     forced = (j < num_init) | (j > current - num_local)
@@ -174,7 +184,7 @@ def decode_select_kernel(
         row = query * P.G + h
         ok = h < P.G
         _, place, _ = query_rows(row, group // P.HKV, group % P.HKV, cached, P)
-        parts = (partial_ptr, lse_ptr, group * (SPLITS.cmp + SPLITS.win + SPLITS.slc))
+        parts = (partial_ptr, lse_ptr, group * SPLITS.number)
         rows = (gates_ptr, place, row, ok)
         y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
         others = others_ptr + group.to(tl.int64) * (P.QUERIES * P.G * HEADS.DV)

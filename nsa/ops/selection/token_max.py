@@ -31,34 +31,26 @@ LSE_KEYS = tl.constexpr(32)
 
 
 @triton.jit
-def add_forced_keys(
-    row_max,
-    total,
-    q,
-    k_ptr,
-    queries,
-    start,
-    end,
-    stride_k,
-    scale,
-    num_init,
-    num_local,
-    HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Maximum and sum ``[BLOCK_Q]`` of the weights with the forced tokens in ``start .. end``."""
-    for first in tl.range(start, end, LSE_KEYS, num_stages=1):
-        key = first + tl.arange(0, LSE_KEYS)
-        k = load_compressed(k_ptr, queries, key, stride_k, HEADS)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        block = (key // BLOCK_SIZE)[None, :]
-        forced = (block < num_init) | (block > queries.current[:, None] - num_local)
-        seen = forced & (key[None, :] <= queries.t[:, None]) & (key < end)[None, :]
-        s = tl.where(seen, s, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        total = total * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(s - new_max[:, None]), 1)
-        row_max = new_max
-    return row_max, total
+def add_forced_keys(s, key, ok, t, row_max, total, forced_blocks, BLOCK_SIZE: tl.constexpr):
+    """Add the weights of forced tokens to the maximum and the sum ``[BLOCK_Q]``.
+
+    Args:
+        s: scaled products ``[BLOCK_Q, N]``, base 2.
+        key: positions of the tokens, ``[N]``.
+        ok: tokens that count.
+        t: positions of the queries.
+        row_max: maximum so far, finite.
+        total: sum so far.
+        forced_blocks: numbers of forced first and most recent blocks.
+        BLOCK_SIZE: tokens of a block.
+    """
+    num_init, num_local = forced_blocks
+    block = (key // BLOCK_SIZE)[None, :]
+    forced = (block < num_init) | (block > (t // BLOCK_SIZE)[:, None] - num_local)
+    s = tl.where(forced & (key[None, :] <= t[:, None]) & ok[None, :], s, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    total = total * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(s - new_max[:, None]), 1)
+    return new_max, total
 
 
 @kernel(do_not_specialize=VARYING)
@@ -102,31 +94,30 @@ def forced_lse_kernel(
         row_max = tl.full([BLOCK_Q], -1e30, tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         scale = softmax_scale * LOG2_E
+        forced_blocks = (num_init, num_local)
         for part in tl.static_range(2):
-            row_max, total = add_forced_keys(
-                row_max,
-                total,
-                q,
-                k_head,
-                queries,
-                local if part else 0,
-                end if part else init,
-                stride_k,
-                scale,
-                num_init,
-                num_local,
-                HEADS,
-                BLOCK_SIZE,
-            )
+            last = end if part else init
+            for first in tl.range(local if part else 0, last, LSE_KEYS, num_stages=1):
+                key = first + tl.arange(0, LSE_KEYS)
+                k = load_compressed(k_head, queries, key, stride_k, HEADS)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                row_max, total = add_forced_keys(
+                    s, key, key < last, queries.t, row_max, total, forced_blocks, BLOCK_SIZE
+                )
         at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
         tl.store(lse_ptr + at, (row_max + tl.log2(total)) * LN_2, mask=queries.ok)
 
 
 @triton.jit
+def block_maxima(s, SIZE: tl.constexpr):
+    """Largest of each ``SIZE`` products ``[M, N]`` of a query, ``[M, N // SIZE]``."""
+    return tl.max(s.reshape(s.shape[0], s.shape[1] // SIZE, SIZE), 2)
+
+
+@triton.jit
 def largest(q, k, SIZE: tl.constexpr):
     """Largest product of each query ``[Q, D]`` with each ``SIZE`` of the keys ``[N, D]``."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return tl.max(s.reshape(s.shape[0], s.shape[1] // SIZE, SIZE), 2)
+    return block_maxima(tl.dot(q, tl.trans(k), input_precision="ieee"), SIZE)
 
 
 @triton.jit

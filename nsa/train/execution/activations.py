@@ -50,6 +50,7 @@ def kept_bytes(config: LMConfig, keeps: Keeps, activation_bytes: int = 2) -> dic
         kept |= {f"out_{branch}": output, f"lse_{branch}": statistics}
     if "slc" in pattern.branches:
         kept["block_indices"] = 4 * pattern.num_kv_heads * pattern.num_selected_blocks
-        kept["lse_cmp"] = statistics
         kept["order"] = kept["block_indices"]
+    if pattern.compresses_keys:
+        kept["lse_cmp"] = statistics
     return kept

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa.config import NSAConfig
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.lm.recomputation import ATTENTION_OPERATORS
@@ -152,5 +153,10 @@ def test_kept_bytes_of_a_layer():
     assert kept["lse_cmp"] == kept["lse_slc"] == kept["lse_win"] == 4 * 12
     assert kept["block_indices"] == kept["order"] == 4 * 2 * 16
     assert sum(kept.values()) == 9616  # measured once
+    pattern = NSAConfig(branches=("slc", "win"))
+    kept = kept_bytes(dataclasses.replace(config, nsa=pattern), "attention")
+    pattern = dataclasses.replace(pattern, scores="token_max")
+    by_token = kept_bytes(dataclasses.replace(config, nsa=pattern), "attention")
+    assert kept == {**by_token, "lse_cmp": 4 * 12}
     kept = kept_bytes(dataclasses.replace(config, attention="dense"), "attention", 4)
     assert kept == {"input": 3072, "out": 3072, "lse": 48}

@@ -66,6 +66,7 @@ def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
         {"branches": ("slc", "win"), "compress_rope": "none"},
         {"branches": ("cmp", "win"), "gate": "softmax"},
         {"gate": "fixed", "share_kv": True},
+        {"branches": ("slc", "win"), "scores": "token_max"},
     ],
 )
 def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def model_of(**changes: Any) -> LanguageModel:
         {"num_kv_heads": 2},
         {"compress_rope": "none", "branches": ("slc", "win")},
         {"phi": "mlp", "gate": "softmax"},
-        {"share_kv": True, "num_selected_blocks_table": ((0, 70, 3),)},
+        {"share_kv": True, "num_selected_blocks_table": ((0, 70, 3),), "scores": "token_max"},
     ],
 )
 def test_statistics_are_those_of_a_slow_count(changes: dict[str, Any]) -> None:
