@@ -12,6 +12,9 @@ from nsa.cli.runs import Device
 from nsa.errors import check, check_output, fail
 
 if TYPE_CHECKING:
+    import torch
+
+    from nsa.ops._triton.ahead import KernelsAhead
     from nsa.train.generation import Generation, Speed
     from nsa.train.run_folder import RunFolder
 
@@ -95,7 +98,8 @@ def generate(
     }
     hint = "Give a smaller --batch-size, fewer --max-new-tokens or --device cpu."
     with explained("the text", lambda: hint):
-        start = _starter(folder, checkpoint, device, seed, options, selects=picture is not None)
+        first, selects = prompts[:batch_size], picture is not None
+        start = _starter(folder, checkpoint, device, seed, options, first, selects=selects)
         if interactive:
             _converse(start, picture)
         else:
@@ -109,15 +113,20 @@ def _starter(
     device: Device,
     seed: int,
     options: dict[str, Any],
+    prompts: Sequence[str],
     *,
     selects: bool,
 ) -> Start:
-    """Load the model of a run, which must have the selected branch if ``selects``."""
+    """Load the model of a run, which must have the selected branch if ``selects``.
+
+    ``prompts`` are the first texts; there may be none yet.
+    """
+    from nsa.lm.model import LanguageModel
     from nsa.train import generation
-    from nsa.train.checkpoint import find_checkpoint
+    from nsa.train.checkpoint import find_checkpoint, load_tensors
     from nsa.train.data import load_tokenizer
     from nsa.train.execution.precision import choose_device
-    from nsa.train.runs.evaluation import load_model
+    from nsa.train.state import weights
 
     config = folder.load_config().model
     path, where = find_checkpoint(folder.checkpoints, checkpoint), choose_device(device)
@@ -125,21 +134,35 @@ def _starter(
         from nsa.train.runs.inspection import check_selects
 
         check_selects("--show-selection", config)
-    model, _ = load_model(config, path, where)
-    tokenizer = load_tokenizer(folder.tokenizer)
+    model, tokenizer = LanguageModel(config).eval(), load_tokenizer(folder.tokenizer)
+
+    def generate(texts: Sequence[str], number: int) -> generation.Generation:
+        return generation.Generation(model, tokenizer, texts, seed=seed + number, **options)
+
+    # The first kernels are compiled while the weights are loaded.
+    ahead = _compiled_ahead(generate(prompts, 0), where) if prompts else None
+    load_tensors(path, weights(model.to(where)))
 
     def start(texts: Sequence[str], number: int) -> generation.Generation:
-        found = generation.Generation(model, tokenizer, texts, seed=seed + number, **options)
-        if where.type == "cuda" and number == 0:
-            from nsa.ops._triton.ahead import KernelsAhead
-
-            ahead = KernelsAhead(found.run_on_cpu, where)
-            if not ahead.is_done(1.0):
-                print("compiling kernels, once for this GPU and model", file=sys.stderr)
-            ahead.wait()
+        found = generate(texts, number)
+        if number == 0:
+            compiling = ahead or _compiled_ahead(found, where)
+            if compiling is not None:
+                if not compiling.is_done(1.0):
+                    print("compiling kernels, once for this GPU and model", file=sys.stderr)
+                compiling.wait()
         return found
 
     return start
+
+
+def _compiled_ahead(first: Generation, device: torch.device) -> KernelsAhead | None:
+    """Start to compile the kernels of the first texts; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from nsa.ops._triton.ahead import KernelsAhead
+
+    return KernelsAhead(first.run_on_cpu, device)
 
 
 # --- prompts --------------------------------------------------------------------------------------
