@@ -7,7 +7,11 @@ is called as PyTorch calls it.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
+
+# torch.export replaces parameters by fake tensors.
+PLAIN_PARAMETERS = {nn.Parameter, FakeTensor, type(None)}
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -42,7 +46,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     if type(module) is not kind or "forward" in state or has_hooks(module):
         return False
     for parameter in state["_parameters"].values():
-        if type(parameter) is not nn.Parameter and parameter is not None:
+        if type(parameter) not in PLAIN_PARAMETERS:
             return False
     return True
 

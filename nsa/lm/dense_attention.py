@@ -183,7 +183,9 @@ def causal_attention(
         ``[T, Hq, Dv]`` in the dtype of ``q``.
     """
     num_tokens = q.shape[0]
-    size = max(min(num_tokens if max_seqlen is None else max_seqlen, num_tokens), 1)
+    size = max(num_tokens if max_seqlen is None else max_seqlen, 1)
+    if cu_seqlens is not None:
+        size = max(min(size, num_tokens), 1)
     # Lengths of at most ``size`` whose sum is B * size are all ``size``.
     if cu_seqlens is None or (cu_seqlens.shape[0] - 1) * size == num_tokens:
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))

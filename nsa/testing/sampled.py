@@ -500,13 +500,14 @@ def _select(
     length = int(position) + 1
     sequences = Sequences(None, 1, 1, length, q.device)
     lse = grouped_scores(q[None], keys[None], scale).logsumexp(-1).view(1, -1)  # [1, Hq]
-    scores = block_scores(q, keys, lse, config, sequences, scale)  # [1, Hkv, M]
+    scores = block_scores(q, keys, lse, config, sequences, scale)
+    scores = scores[..., : -(-length // config.block_size)]  # [1, Hkv, M]
     block, kept = torch.arange(scores.shape[-1], device=q.device), None
     unsure = torch.zeros_like(block[:1], dtype=torch.bool)
     free = (block >= config.num_init_blocks) & (block <= block[-1] - config.num_local_blocks)
     if config.coarse_block_size is not None:
         means, _ = coarse_keys(keys, config, sequences)
-        group = grouped_scores(q[None], means[None], scale)[0, :, :, 0]  # [Hkv, G, coarse blocks]
+        group = grouped_scores(q[None], means[None], scale)[0]  # [Hkv, G, coarse blocks]
         coarse = torch.exp(group - lse.view(*group.shape[:2], 1)).sum(1)[None]
         coarse = pad(coarse, (0, -(-length // config.coarse_block_size) - coarse.shape[-1]))
         ranked = ranked_coarse(coarse, position, config)

@@ -8,8 +8,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.export import Dim, export
 
+from nsa import NativeSparseAttention
 from nsa.ops import _register
+from nsa.ops._backend import as_on_gpu
 from nsa.ops.embedding import embed_backward_op
 from tests.ops.cases import small
 from tests.ops.public import Case
@@ -73,3 +76,18 @@ def test_a_sign_that_is_still_to_be_applied():
     tokens, dout = torch.tensor([0, 1, 1], dtype=torch.int32), torch.randn(3, 4)
     found = embed_backward_op(torch._neg_view(dout), tokens, 2)
     torch.testing.assert_close(found, -embed_backward_op(dout, tokens, 2))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_calls_the_operators(strict):
+    """As on a GPU; the program serves batch sizes and lengths that it was not traced with."""
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(32, dataclasses.replace(CONFIG, phi="mean"))
+    dims = {"x": {0: Dim("batch"), 1: Dim("length")}}
+    with as_on_gpu():
+        program = export(layer, (torch.randn(2, 70, 32),), dynamic_shapes=dims, strict=strict)
+        called = {node.name for node in program.graph.nodes if "nsa." in str(node.target)}
+        assert called == {"project", "compress", "attention"}
+        for batch, length in ((1, 1), (2, 9)):
+            x = torch.randn(batch, length, 32)
+            assert torch.equal(program.module()(x), layer(x))

@@ -50,7 +50,7 @@ def scores_and_selection(
 def check(batch: Batch, scale: float | None = None, packed: bool = True) -> None:
     q, k = batch.q().requires_grad_(), batch.compressed(16).requires_grad_()
     config = batch.config
-    most = max(1, -(-max(batch.lengths_k) // config.block_size))
+    most = max(2, -(-max(batch.lengths_k) // config.block_size))
     forced = config.num_init_blocks, config.num_local_blocks
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, np.ndarray]:
