@@ -57,12 +57,14 @@ def plain_weights(linears: list[nn.Module]) -> list[Tensor] | None:
     if have_hooks(linears):
         return None
     for module in linears:
+        if type(module) is not nn.Linear:
+            return None
         state = module.__dict__
         parameters = state["_parameters"]
-        if type(module) is not nn.Linear or "forward" in state or len(parameters) != 2:
+        weight = parameters.get("weight")
+        if type(weight) not in PLAIN_PARAMETERS or len(parameters) != 2 or "forward" in state:
             return None
-        weight, bias = parameters.values()
-        if type(weight) not in PLAIN_PARAMETERS or bias is not None:
+        if parameters["bias"] is not None:
             return None
         weights.append(weight)
     return weights
