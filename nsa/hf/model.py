@@ -439,6 +439,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         cache = self.new_cache(rows, max_tokens=max(max_cache_length, 1))
         if is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             cache.activate_past_recording()
+        mask = model_kwargs.get("attention_mask")
+        # generate drops a mask without padding, and keeps its length.
+        length = getattr(generation_config, "_mask_length", None)
+        cache.prompt_columns = length if mask is None else mask.shape[-1]
         model_kwargs["past_key_values"] = cache
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> None:
