@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
 from nsa.ops.projection.layout import Columns, Gates, Heads, packed
-from nsa.ops.projection.ops import project_op, split_op
-from nsa.ops.projection.reference import activate, project_reference, split_reference
+from nsa.ops.projection.ops import project_op
+from nsa.ops.projection.reference import activate, split_reference
 from nsa.rope import Rope
 
 __all__ = [
@@ -74,15 +75,7 @@ def project(
             fail("rope", rule, rope.dim)
     if before is not None and before.shape != (sequences.num_sequences,):
         fail("before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
-    device = x.device.type
-    if choose_backend(backend, x, "x") == "reference":
-        positions = _positions(x.shape[0], sequences, before)
-        return project_reference(x, weights, bias, positions, columns, rope)
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
-    where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(project_op(x, list(weights), bias, *where))
+    return _split(x, list(weights), bias, columns, sequences, rope, before, backend)
 
 
 def split(
@@ -106,13 +99,35 @@ def split(
         before: number of earlier tokens of each sequence.
         backend: ``auto``, ``reference`` or ``triton``.
     """
-    if choose_backend(backend, product, "product") == "reference":
-        products = product[:, : sum(columns.sizes)].split(columns.sizes, -1)
-        positions = _positions(product.shape[0], sequences, before)
+    return _split(product, [], bias, columns, sequences, rope, before, backend)
+
+
+def _split(
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    columns: Columns,
+    sequences: Sequences,
+    rope: Rope,
+    before: Tensor | None,
+    backend: str,
+) -> list[Tensor]:
+    """Split the product of x with the weights; without weights x is the product."""
+    device = x.device.type
+    if choose_backend(backend, x, "x" if weights else "product") == "reference":
+        products = [functional.linear(x, weight) for weight in weights]
+        products = products or x[:, : sum(columns.sizes)].split(columns.sizes, -1)
+        sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
+        if before is not None:
+            positions = positions + before[sequence]
         return split_reference(products, bias, positions, columns, rope)
+    if not weights:
+        x = x.contiguous()
+    elif torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(split_op(product.contiguous(), bias, *where))
+    return list(project_op(x, weights, bias, *where))
 
 
 def normalise_heads(
@@ -133,8 +148,3 @@ def normalise_heads(
         if norm is not None:
             pieces[k] = norm(pieces[k].unflatten(-1, (part.number, part.size))).flatten(-2)
     return torch.cat(pieces, dim=-1)
-
-
-def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:
-    sequence, position, _ = locate(num_tokens, sequences.cu_q)
-    return position if before is None else position + before[sequence]
