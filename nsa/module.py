@@ -17,7 +17,7 @@ from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project, split
+from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project
 from nsa.ops.projection.layout import Rotated
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
@@ -304,7 +304,7 @@ class NativeSparseAttention(nn.Module):
             modules: dict[str, Any] = self._modules
             norms = [modules.get(f"{name}_norm") for name in self.projections]
             product = normalise_heads(product, columns, norms)
-        return split(product, bias, columns, sequences, self.rope, before=before)
+        return project(product, None, bias, columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.

@@ -25,13 +25,12 @@ __all__ = [
     "normalise_heads",
     "packed",
     "project",
-    "split",
 ]
 
 
 def project(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
     bias: Tensor | None,
     columns: Columns,
     sequences: Sequences,
@@ -45,7 +44,8 @@ def project(
     With kernels this takes one matmul and one pass over its output, forward and backward.
 
     Args:
-        x: the layer's input ``[T, width]``.
+        x: the layer's input ``[T, width]``; without weights ``[T, N]``, products with all weights
+            side by side, which may end with padding.
         weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU
             they are packed into one matrix in the dtype of the product.
         bias: bias of the gate logits; None without gates.
@@ -65,8 +65,8 @@ def project(
         ValueError: the shapes do not match.
     """
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
-    found = [tuple(weight.shape) for weight in weights]
-    if x.ndim != 2 or found != shapes:
+    found = None if weights is None else [tuple(weight.shape) for weight in weights]
+    if x.ndim != 2 or found not in (None, shapes):
         rule = f"have shapes {shapes} for x [T, width] of shape {tuple(x.shape)}"
         fail("weights", rule, found)
     for part in columns.parts:
@@ -75,59 +75,24 @@ def project(
             fail("rope", rule, rope.dim)
     if before is not None and before.shape != (sequences.num_sequences,):
         fail("before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
-    return _split(x, list(weights), bias, columns, sequences, rope, before, backend)
-
-
-def split(
-    product: Tensor,
-    bias: Tensor | None,
-    columns: Columns,
-    sequences: Sequences,
-    rope: Rope,
-    *,
-    before: Tensor | None = None,
-    backend: str = "auto",
-) -> list[Tensor]:
-    """Split an existing product into heads and gates, and rotate: the second half of `project`.
-
-    Args:
-        product: ``[T, N]``, products with all weights side by side; it may end with padding.
-        bias: bias of the gate logits; None without gates.
-        columns: the column layout of the product.
-        sequences: the sequence layout of the tokens.
-        rope: the rotation.
-        before: number of earlier tokens of each sequence.
-        backend: ``auto``, ``reference`` or ``triton``.
-    """
-    return _split(product, [], bias, columns, sequences, rope, before, backend)
-
-
-def _split(
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    columns: Columns,
-    sequences: Sequences,
-    rope: Rope,
-    before: Tensor | None,
-    backend: str,
-) -> list[Tensor]:
-    """Split the product of x with the weights; without weights x is the product."""
     device = x.device.type
-    if choose_backend(backend, x, "x" if weights else "product") == "reference":
-        products = [functional.linear(x, weight) for weight in weights]
-        products = products or x[:, : sum(columns.sizes)].split(columns.sizes, -1)
+    if choose_backend(backend, x, "x") == "reference":
+        products: Sequence[Tensor]
+        if weights is None:
+            products = x[:, : sum(columns.sizes)].split(columns.sizes, -1)
+        else:
+            products = [functional.linear(x, weight) for weight in weights]
         sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
         if before is not None:
             positions = positions + before[sequence]
         return split_reference(products, bias, positions, columns, rope)
-    if not weights:
+    if weights is None:
         x = x.contiguous()
     elif torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(project_op(x, weights, bias, *where))
+    return list(project_op(x, list(weights or ()), bias, *where))
 
 
 def normalise_heads(

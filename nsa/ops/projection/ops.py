@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nsa.ops._plan import once
 from nsa.ops._register import register
@@ -64,7 +65,7 @@ def _launch(
 
     ``bias`` is the gate bias; in the backward, the buffer of its sums, if any.
     """
-    if not x.shape[0]:
+    if isinstance(x, FakeTensor) or x.is_meta or not x.shape[0]:
         return
     rope = Rope.from_text(tokens.rope)
     turns, launch = once(lambda: _plan(x, tokens, backward=backward))
@@ -131,20 +132,15 @@ def _programs(num_tokens: int) -> tuple[int, int]:
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    """Heads, and the gates if there are any."""
     product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
-    found = _results(x, weights, bias, *rest)
-    heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
-    _launch(product, heads, gates, None, bias, Tokens(*rest), backward=False)
-    return found
-
-
-def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Allocate the heads, and the gates if there are any."""
-    columns = Columns.from_text(Tokens(*rest).columns)
-    found = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
+    tokens, gates = Tokens(*rest), list[Tensor]()
+    columns = Columns.from_text(tokens.columns)
+    heads = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     if columns.gates is not None:
-        found.append(x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32))
-    return found
+        gates = [x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)]
+    _launch(product, heads, *(gates or [None]), None, bias, tokens, backward=False)
+    return heads + gates
 
 
 def _backward(
@@ -177,23 +173,6 @@ def _backward(
     return [dx, dweight, dbias]
 
 
-def _gradients(
-    grads: list[Tensor],
-    x: Tensor | None,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    gates: Tensor | None,
-    needs: list[bool],
-    *rest: Any,
-) -> list[Tensor]:
-    columns, empty = Tokens(*rest).num_columns, grads[0].new_empty(0)
-    dbias = bias.new_empty(bias.shape) if bias is not None and needs[2] else empty
-    if x is None:
-        return [empty.new_empty(grads[0].shape[0], columns), empty, dbias]
-    dx = x.new_empty(x.shape) if needs[0] else empty
-    return [dx, weights[0].new_empty(columns, x.shape[1]) if needs[1] else empty, dbias]
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, before, cu, *ctx.rest = inputs
     ctx.num_columns = x.shape[1]
@@ -221,7 +200,7 @@ project_op = register(
     "project",
     f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
     _forward,
-    _results,
+    _forward,
     setup_context=_setup,
     backward=_differentiate,
 )
@@ -230,5 +209,5 @@ project_backward_op = register(
     "(Tensor[] grads, Tensor? x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, "
     f"{_TOKENS}) -> Tensor[]",
     _backward,
-    _gradients,
+    _backward,
 )
