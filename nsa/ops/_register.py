@@ -165,7 +165,7 @@ def _differentiable(
         """The form for ``torch.func``, whose calls cost more host time."""
 
         @staticmethod
-        def forward(below: Any, lengths: Lengths, *flat: Any) -> Any:
+        def forward(below: Any, lengths: Lengths, *flat: Any) -> Any:  # type: ignore[override]
             output = below(_nested(lengths, flat))
             return tuple(output) if gives_list else output
 

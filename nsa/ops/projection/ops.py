@@ -134,13 +134,13 @@ def _programs(num_tokens: int) -> tuple[int, int]:
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
     """Heads, and the gates if there are any."""
     product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
-    tokens, gates = Tokens(*rest), list[Tensor]()
+    tokens, gates = Tokens(*rest), None
     columns = Columns.from_text(tokens.columns)
     heads = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     if columns.gates is not None:
-        gates = [x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)]
-    _launch(product, heads, *(gates or [None]), None, bias, tokens, backward=False)
-    return heads + gates
+        gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
+    _launch(product, heads, gates, None, bias, tokens, backward=False)
+    return heads if gates is None else [*heads, gates]
 
 
 def _backward(
