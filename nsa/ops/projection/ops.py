@@ -65,7 +65,7 @@ def _launch(
 
     ``bias`` is the gate bias; in the backward, the buffer of its sums, if any.
     """
-    if isinstance(x, FakeTensor) or x.is_meta or not x.shape[0]:
+    if _is_fake(x) or not x.shape[0]:
         return
     rope = Rope.from_text(tokens.rope)
     turns, launch = once(lambda: _plan(x, tokens, backward=backward))
@@ -86,6 +86,10 @@ def _launch(
         rope.magnitude,
         rope.position_offset,
     )
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
@@ -160,7 +164,8 @@ def _backward(
     num_tokens, sums = heads[0].shape[0], None
     dproduct = heads[0].new_empty(num_tokens, tokens.num_columns)
     if bias is not None and needs[2]:  # the gradient of the bias by program, fp32 [n, N]
-        programs = -(-num_tokens // _programs(num_tokens)[0])
+        # A number of programs that depends on the length would be a guard of torch.compile.
+        programs = 1 if _is_fake(dproduct) else -(-num_tokens // _programs(num_tokens)[0])
         sums = bias.new_empty(programs, bias.shape[0], dtype=torch.float32)
     dgates = None if gates is None else heads.pop()
     _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
