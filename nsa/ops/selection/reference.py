@@ -127,7 +127,8 @@ def coarse_keys(k_cmp: Tensor, config: NSAConfig, sequences: Sequences) -> tuple
     row = (cu_cmp.long()[sequence] + block * each)[:, None] + torch.arange(
         each, device=k_cmp.device
     )
-    members = k_cmp[row.clamp(max=k_cmp.shape[0] - 1)]
+    with_zero_row = torch.cat((k_cmp, k_cmp.new_zeros(1, *k_cmp.shape[1:])))
+    members = with_zero_row[row.clamp(max=k_cmp.shape[0])]
     return members.to(accumulate_dtype(k_cmp)).mean(1).to(k_cmp.dtype), cu_coarse
 
 
