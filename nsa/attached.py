@@ -6,30 +6,36 @@ is called as PyTorch calls it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
+# torch.export replaces parameters by fake tensors.
+PLAIN_PARAMETERS = (nn.Parameter, FakeTensor)
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks of its forward or backward pass."""
-    state = module.__dict__
+
+def have_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a module, or every module, has hooks of its forward or backward pass."""
     # torch.compile recompiles when a length changes, but not when a dictionary becomes true.
-    return bool(
-        len(state["_forward_hooks"])
-        or len(state["_forward_pre_hooks"])
-        or len(state["_backward_hooks"])
-        or len(state["_backward_pre_hooks"])
-    )
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks of all modules are registered."""
-    return bool(
+    if (
         len(torch_module._global_forward_hooks)
         or len(torch_module._global_forward_pre_hooks)
         or len(torch_module._global_backward_hooks)
         or len(torch_module._global_backward_pre_hooks)
-    )
+    ):
+        return True
+    for module in modules:
+        state = module.__dict__
+        if (
+            len(state["_forward_hooks"])
+            or len(state["_forward_pre_hooks"])
+            or len(state["_backward_hooks"])
+            or len(state["_backward_pre_hooks"])
+        ):
+            return True
+    return False
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -39,24 +45,26 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     hooks, and weights that are tensor subclasses or not parameters.
     """
     state = module.__dict__
-    if type(module) is not kind or "forward" in state or has_hooks(module):
+    if type(module) is not kind or "forward" in state or have_hooks((module,)):
         return False
-    for parameter in state["_parameters"].values():
-        if type(parameter) is not nn.Parameter and parameter is not None:
-            return False
-    return True
+    given = state["_parameters"].values()
+    return all(x is None or type(x) in PLAIN_PARAMETERS for x in given)
 
 
 def plain_weights(linears: list[nn.Module]) -> list[Tensor] | None:
     """Weights of linear layers without bias; None if one of them has to be called."""
     weights: list[Tensor] = []  # Dynamo does not trace list[Tensor]()
-    if has_global_hooks():
+    if have_hooks(linears):
         return None
     for module in linears:
-        if not is_plain(module, nn.Linear):
+        if type(module) is not nn.Linear:
             return None
-        parameters = module.__dict__["_parameters"]
-        if len(parameters) != 2 or parameters["bias"] is not None:
+        state = module.__dict__
+        parameters = state["_parameters"]
+        weight = parameters.get("weight")
+        if type(weight) not in PLAIN_PARAMETERS or len(parameters) != 2 or "forward" in state:
             return None
-        weights.append(parameters["weight"])
+        if parameters["bias"] is not None:
+            return None
+        weights.append(weight)
     return weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project, split
+from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project
 from nsa.ops.projection.layout import Rotated
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
@@ -27,6 +27,11 @@ from nsa.stages import GATES, PROJECTION, in_stage, stage
 logger = logging.getLogger(__name__)
 
 QK_NORM_EPS = 1e-6
+# Name of each projection and of its module, in the order of the columns.
+PROJECTIONS = [
+    (name, f"{name}_proj")
+    for name in ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -225,9 +230,8 @@ class NativeSparseAttention(nn.Module):
     @property
     def projections(self) -> dict[str, nn.Module]:
         """Projections of queries, keys and values by name, in the order of the columns."""
-        names = ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
-        modules: dict[str, Any] = self._modules
-        return {name: modules[f"{name}_proj"] for name in names if f"{name}_proj" in modules}
+        modules: dict[str, Any] = self.__dict__["_modules"]
+        return {name: modules[key] for name, key in PROJECTIONS if key in modules}
 
     def _describe_columns(self) -> tuple[Columns, list[str]]:
         """Return the columns of the projection and the name of each output."""
@@ -251,14 +255,16 @@ class NativeSparseAttention(nn.Module):
 
         None if something is attached to a projection or to the gates, which must then be called.
         """
-        weights = plain_weights(list(self.projections.values()))
-        if weights is None or not self.gate.is_linear:
+        weights = plain_weights([*self.projections.values()])
+        gate: Gate = self.__dict__["_modules"]["gate"]
+        if weights is None or not gate.is_linear:
             return None if weights is None else (weights, None)
-        net = self.gate.net
-        if net is None or not (is_plain(self.gate, Gate) and is_plain(net, GateLinear)):
+        net: nn.Module = gate.__dict__["_modules"]["net"]
+        if not (is_plain(gate, Gate) and is_plain(net, GateLinear)):
             return None
-        weights.append(cast(Tensor, net.weight))
-        return weights, cast(Tensor, net.bias)
+        parameters = net.__dict__["_parameters"]
+        weights.append(parameters["weight"])
+        return weights, parameters["bias"]
 
     @in_stage(PROJECTION)
     def _project(
@@ -299,7 +305,7 @@ class NativeSparseAttention(nn.Module):
             modules: dict[str, Any] = self._modules
             norms = [modules.get(f"{name}_norm") for name in self.projections]
             product = normalise_heads(product, columns, norms)
-        return split(product, bias, columns, sequences, self.rope, before=before)
+        return project(product, None, bias, columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from nsa import NativeSparseAttention, native_sparse_attention
@@ -223,6 +223,27 @@ def test_a_functional_call_uses_the_given_parameters() -> None:
     expected = copy.deepcopy(module)
     expected.load_state_dict(other)
     torch.testing.assert_close(functional_call(module, other, x), expected(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
+def test_function_transforms() -> None:
+    """Gradients as autograd's, directional derivatives as differences, a batch as its rows."""
+    module, x = layer(phi="mlp"), torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    given = {name: value.detach() for name, value in module.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(module, parameters, (x,)).sin().sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0))(given, x)
+    for row in range(2):
+        wanted = torch.autograd.grad(
+            loss(dict(module.named_parameters()), x[row]), [*module.parameters()]
+        )
+        torch.testing.assert_close([value[row] for value in found.values()], [*wanted])
+    along, step = torch.randn_like(x), 1e-6
+    slope = jvp(module, (x,), (along,))[1]
+    difference = (module(x + step * along) - module(x - step * along)) / (2 * step)
+    torch.testing.assert_close(slope, difference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("attached", ["adapter", "pruned", "forward hook"])

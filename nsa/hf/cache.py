@@ -28,6 +28,8 @@ class GenerationCache(Cache):
 
     Attributes:
         decoder: decoder that stores the rows.
+        prompt_columns: columns of the prompt that ``max_tokens`` allows for. Soft prompts (prompt
+            tuning) come in addition, and the empty cache grows by them. None: it does not grow.
     """
 
     is_croppable = True
@@ -38,6 +40,7 @@ class GenerationCache(Cache):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         sizes: dict[str, Any] = {"max_tokens": max_tokens, "compute_dtype": dtype}
         self.decoder = Decoder(model, batch_size, **sizes)
+        self.prompt_columns: int | None = None
         self._columns = 0
 
     @torch.no_grad()
@@ -97,9 +100,18 @@ class GenerationCache(Cache):
         decoder, columns = self.decoder, tokens.shape[1]
         rule = f"have {decoder.batch_size} rows, as the cache"
         check(tokens.shape[0] == decoder.batch_size, "input_ids", rule, tokens.shape[0])
+        if self.prompt_columns is not None and columns > self.prompt_columns and not self._columns:
+            self._grow(columns - self.prompt_columns)
+            self.prompt_columns = columns
         has_begun = min(decoder.cache.lengths) > 0
         is_read = mask is not None and (columns > 1 or not has_begun or not tokens.is_cuda)
         return self._valid(mask, columns) if is_read and mask is not None else None
+
+    def _grow(self, columns: int) -> None:
+        decoder, old = self.decoder, self.decoder.cache
+        new = decoder.model.new_cache(old.batch_size, max_tokens=old.max_tokens + columns)
+        decoder.cache, new.rollback = new, old.rollback
+        decoder.reset()  # captured steps write to the old cache
 
     def _valid(self, mask: Tensor, columns: int) -> Tensor | None:
         """Mask of the new columns, true for tokens; None if there is no padding."""

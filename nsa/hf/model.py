@@ -287,7 +287,10 @@ class NSAModel(NSAPreTrainedModel):
     ) -> Tensor:
         """Hidden states without a cache, ``[B, T, width]``."""
         cu_seqlens, max_seqlen, shape = cu_seq_lens_q, max_length_q, x.shape[:2]
-        has_padding = mask is not None and not mask.all()
+        if torch.compiler.is_compiling():  # contents are not known
+            has_padding = mask is not None and cu_seqlens is None
+        else:
+            has_padding = mask is not None and not mask.all()
         rule = "be without padding with cu_seq_lens_q"
         check(cu_seqlens is None or not has_padding, "attention_mask", rule, "some")
         if cu_seqlens is None and mask is not None and has_padding:
@@ -436,6 +439,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         cache = self.new_cache(rows, max_tokens=max(max_cache_length, 1))
         if is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             cache.activate_past_recording()
+        mask = model_kwargs.get("attention_mask")
+        # generate drops a mask without padding, and keeps its length.
+        length = getattr(generation_config, "_mask_length", None)
+        cache.prompt_columns = length if mask is None else mask.shape[-1]
         model_kwargs["past_key_values"] = cache
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> None:

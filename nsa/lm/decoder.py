@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from nsa.attached import has_global_hooks, has_hooks, is_plain
+from nsa.attached import have_hooks, is_plain
 from nsa.cache import LayerCache
 from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
@@ -77,7 +77,7 @@ class Decoder:
         model, dtype = self.model, self.dtype
         is_exact = all(layer.is_exact for layer in self.cache.layers)
         devices = {weight.device for weight in model.parameters()}
-        is_hooked = has_global_hooks() or any(map(has_hooks, model.modules()))
+        is_hooked = have_hooks(model.modules())
         self._is_captured = is_exact and len(devices) == 1 and not is_hooked
         self._layers: list[StepLayer | DecoderLayer] = [
             StepLayer(layer, dtype) if is_plain_layer(layer) else layer
@@ -86,7 +86,7 @@ class Decoder:
         self._devices = [next(layer.parameters()).device for layer in model.decoder_layers()]
         self._head: Linear | None = None
         is_plain_head = is_plain(model.head, nn.Linear) and is_plain(model.norm, RMSNorm)
-        if is_plain_head and model.head.bias is None and not has_global_hooks():
+        if is_plain_head and model.head.bias is None:
             self._head = Linear.behind(model.norm, model.head.weight, dtype=dtype)
         self._graphs: dict[int, StepGraph | None] = {}
 
@@ -211,8 +211,6 @@ class Decoder:
 
 def is_plain_layer(layer: DecoderLayer) -> bool:
     """Whether nothing is attached to the layer or its parts."""
-    if has_global_hooks():
-        return False
     for name, module in layer.named_modules():
         has_bias = type(module) is nn.Linear and module.bias is not None
         if type(module) not in PLAIN_KINDS or not is_plain(module, type(module)):

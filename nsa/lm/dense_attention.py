@@ -17,7 +17,7 @@ from nsa.config import NSAConfig
 from nsa.module import QK_NORM_EPS, RMSNorm
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.projection import Columns, Heads, normalise_heads, project, split
+from nsa.ops.projection import Columns, Heads, normalise_heads, project
 from nsa.rope import Rope
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
@@ -96,7 +96,7 @@ class DenseAttention(nn.Module):
         """See :meth:`nsa.NativeSparseAttention.split`."""
         if self.config.qk_norm:
             product = normalise_heads(product, self.columns, [self.q_norm, self.k_norm, None])
-        return split(product, bias, self.columns, sequences, self.rope, before=before)
+        return project(product, None, bias, self.columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""
@@ -183,7 +183,9 @@ def causal_attention(
         ``[T, Hq, Dv]`` in the dtype of ``q``.
     """
     num_tokens = q.shape[0]
-    size = max(min(num_tokens if max_seqlen is None else max_seqlen, num_tokens), 1)
+    size = max(num_tokens if max_seqlen is None else max_seqlen, 1)
+    if cu_seqlens is not None:
+        size = max(min(size, num_tokens), 1)
     # Lengths of at most ``size`` whose sum is B * size are all ``size``.
     if cu_seqlens is None or (cu_seqlens.shape[0] - 1) * size == num_tokens:
         queries, keys, values = (x.unflatten(0, (-1, size)) for x in (q, k, v))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._packed import lengths, num_compressed
+from nsa.ops._packed import LEAST_SIZE, lengths, num_compressed
 from nsa.ops._sequences import Sequences
 
 
@@ -24,10 +24,10 @@ def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
         softmax_scale: factor on the products.
 
     Returns:
-        ``[B, Hkv, G, T, S]`` in the accumulation dtype.
+        ``[B, Hkv, G * T, S]`` in the accumulation dtype.
     """
     batch, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = k.shape[1:3]
+    num_kv_heads = k.shape[2]
     dtype, group_size = accumulate_dtype(q), num_heads // num_kv_heads
     rows = (
         q.to(dtype)
@@ -35,8 +35,7 @@ def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
         .permute(0, 2, 3, 1, 4)
     )
     rows = rows.reshape(batch, num_kv_heads, group_size * num_queries, head_dim) * softmax_scale
-    scores = rows @ k.to(dtype).permute(0, 2, 3, 1)
-    return scores.view(batch, num_kv_heads, group_size, num_queries, num_keys)
+    return rows @ k.to(dtype).permute(0, 2, 3, 1)
 
 
 def masked_attention(
@@ -56,18 +55,19 @@ def masked_attention(
         accumulation dtype. A row without a visible key has output 0, lse -inf and zero gradient.
     """
     batch, num_queries, num_heads, _ = q.shape
-    scores = grouped_scores(q, k, softmax_scale).masked_fill(~visible[:, :, None], -torch.inf)
+    scores = grouped_scores(q, k, softmax_scale)
+    group_size = num_heads // k.shape[2]
+    hidden = ~visible.repeat(1, 1, group_size, 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
     # A finite maximum: for a row without visible keys, -inf - -inf would be NaN.
     row_max = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weights = torch.exp(scores - row_max)  # [B, Hkv, G, T, S]
+    weights = torch.exp(scores - row_max)  # [B, Hkv, G * T, S]
     total = weights.sum(-1, keepdim=True)
-    lse = (row_max + total.log()).detach()[..., 0]
-    lse = lse.permute(0, 3, 1, 2).reshape(batch, num_queries, num_heads)
+    lse = (row_max + total.log()).detach().view(batch, num_heads, num_queries).transpose(1, 2)
     if v is None:
         return None, lse
-    out = weights.flatten(2, 3) @ v.to(weights.dtype).transpose(1, 2)
-    out = out.view(*weights.shape[:4], v.shape[-1]) / torch.where(total > 0, total, 1.0)
-    out = out.permute(0, 3, 1, 2, 4)
+    out = weights @ v.to(weights.dtype).transpose(1, 2) / torch.where(total > 0, total, 1.0)
+    out = out.unflatten(2, (group_size, num_queries)).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, num_queries, num_heads, v.shape[-1]).to(q.dtype), lse
 
 
@@ -78,13 +78,14 @@ def padded_positions(sequences: Sequences) -> Tensor:
 
 
 def max_compressed(sequences: Sequences, config: NSAConfig) -> int:
-    """Upper bound on the compressed blocks per sequence, at least 1 so that no tensor is empty."""
-    return max((sequences.max_k - config.compress_block_size) // config.compress_stride + 1, 1)
+    """Upper bound on the compressed blocks per sequence, at least 2."""
+    blocks = (sequences.max_k - config.compress_block_size) // config.compress_stride + 1
+    return max(blocks, LEAST_SIZE)
 
 
 def max_blocks(sequences: Sequences, config: NSAConfig) -> int:
-    """Upper bound M on the selection blocks per sequence, at least 1."""
-    return max(-(-sequences.max_k // config.block_size), 1)
+    """Upper bound M on the selection blocks per sequence, at least 2."""
+    return max(-(-sequences.max_k // config.block_size), LEAST_SIZE)
 
 
 def visible_compressed(sequences: Sequences, config: NSAConfig) -> Tensor:

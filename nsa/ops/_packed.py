@@ -10,6 +10,10 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 
+# Least size of a dimension that depends on the number of tokens. No tensor is empty, and a traced
+# program is valid for short sequences too: torch.export and torch.compile specialize on 0 and 1.
+LEAST_SIZE = 2
+
 
 def integers(
     values: Iterable[int], device: torch.device, dtype: torch.dtype = torch.int64
@@ -39,6 +43,12 @@ def num_compressed(num_tokens: Tensor, config: NSAConfig) -> Tensor:
     """
     blocks = (num_tokens - config.compress_block_size) // config.compress_stride + 1
     return blocks.clamp(min=0)
+
+
+def compressed_rows(num_tokens: int, stride: int) -> int:
+    """Rows of the compressed keys of packed tokens: ``S // d``, but at least 2."""
+    rows: int = torch.sym_max(num_tokens // stride, LEAST_SIZE)  # max() would be a guard
+    return rows
 
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, config: NSAConfig) -> Tensor:

@@ -85,7 +85,11 @@ def register(
         # The profiler shows only calls that go through the dispatcher.
         if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
             return operator(*inputs)
-        return differentiable(plain, inputs) if _is_plain(inputs) else operator(*inputs)
+        if _is_plain(inputs):
+            return differentiable(plain, inputs)
+        if torch._C._are_functorch_transforms_active():
+            return differentiable(below_autograd, inputs)
+        return operator(*inputs)
 
     _LIBRARY.impl(name, lambda *inputs: differentiable(below_autograd, inputs), "Autograd")
     return run
@@ -145,12 +149,9 @@ def _differentiable(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, below: Any, lengths: Lengths, *flat: Any) -> Any:
-            inputs = _nested(lengths, flat)
-            output = below(inputs)
+            output = below(_nested(lengths, flat))
             output = tuple(output) if gives_list else output
-            ctx.lists = lengths
-            if setup_context is not None:
-                setup_context(ctx, inputs, output)
+            save(ctx, lengths, flat, output)
             return output
 
         @staticmethod
@@ -160,9 +161,36 @@ def _differentiable(
             ctx.needs = _nested(ctx.lists, ctx.needs_input_grad[2:])
             return None, None, *_flat(backward_of(ctx, *grads))[1]
 
+    class Transformed(Differentiable):
+        """The form for ``torch.func``, whose calls cost more host time."""
+
+        @staticmethod
+        def forward(below: Any, lengths: Lengths, *flat: Any) -> Any:  # type: ignore[override]
+            output = below(_nested(lengths, flat))
+            return tuple(output) if gives_list else output
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, lengths, *flat = inputs
+            save(ctx, lengths, tuple(flat), output)
+
+        @staticmethod
+        def vmap(*_: Any) -> Any:
+            text = "nsa's kernels cannot be mapped over (torch.func.vmap); give a batch [B, T, ...]"
+            raise NotImplementedError(f'{text}, or backend="reference"')
+
+    def save(ctx: Any, lengths: Lengths, flat: tuple[Any, ...], output: Any) -> None:
+        ctx.lists = lengths
+        if setup_context is not None:
+            setup_context(ctx, _nested(lengths, flat), output)
+
     def run(below: Callable[[Sequence[Any]], Any], inputs: Sequence[Any]) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(_flat(inputs)[1])
+        if torch._C._are_functorch_transforms_active():
+            lengths, flat = _flat(inputs)
+            output = Transformed.apply(below, lengths, *flat)
+            return list(output) if gives_list else output
         if torch.is_grad_enabled():
             lengths, flat = _flat(inputs)
             if any(isinstance(x, Tensor) and x.requires_grad for x in flat):

@@ -383,9 +383,9 @@ def check_given(
     described: int | None
     if sequences.offsets is None:
         described = sequences.num_sequences * sequences.len_q
-        got = f"{sequences.num_sequences} of {sequences.len_q}"
     else:
         described = None if torch.compiler.is_compiling() else sequences.num_tokens
-        got = f"{described}"
     if described is not None and described != count:
+        is_equal = sequences.offsets is None
+        got = f"{sequences.num_sequences} of {sequences.len_q}" if is_equal else described
         fail("sequences", f"contain as many tokens as {argument} ({count})", got)

@@ -516,7 +516,7 @@ def _select(
     bound, least = products.new_tensor(BOUND), 0.0
     if config.scores == "token_max":
         inputs, call = SelectionInputs(q, keys, None), Call(config, sequences, scale)
-        scores = token_max_scores(inputs, call)  # [1, Hkv, M]
+        scores = token_max_scores(inputs, call)
         forced = (config.num_init_blocks + config.num_local_blocks) * config.block_size
         # An upper bound on |m| and |L|. Smaller scores than fp32 has are equal, too.
         largest = products.abs().amax((2, 3, 4))[..., None] + math.log(forced)  # [1, Hkv, 1]
@@ -524,12 +524,13 @@ def _select(
         least = config.group_size * torch.finfo(torch.float32).tiny
     else:
         scores = block_scores(q, keys, lse, config, sequences, scale)
+    scores = scores[..., : -(-length // config.block_size)]  # [1, Hkv, M]
     block, kept = torch.arange(scores.shape[-1], device=q.device), None
     unsure = torch.zeros_like(block[:1], dtype=torch.bool)
     free = (block >= config.num_init_blocks) & (block <= block[-1] - config.num_local_blocks)
     if config.coarse_block_size is not None:
         means, _ = coarse_keys(keys, config, sequences)
-        group = grouped_scores(q[None], means[None], scale)[0, :, :, 0]  # [Hkv, G, coarse blocks]
+        group = grouped_scores(q[None], means[None], scale)[0]  # [Hkv, G, coarse blocks]
         coarse = torch.exp(group - lse.view(*group.shape[:2], 1)).sum(1)[None]
         coarse = pad(coarse, (0, -(-length // config.coarse_block_size) - coarse.shape[-1]))
         ranked = ranked_coarse(coarse, position, config)

@@ -99,3 +99,20 @@ def test_generation_in_every_state(kind: dict[str, Any]) -> None:
     unloaded = adapters.merge_and_unload()
     assert type(unloaded) is NSAForCausalLM
     assert torch.equal(texts(unloaded), on)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_generation_behind_a_soft_prompt(method: str, kind: dict[str, Any]) -> None:
+    """With a cache, texts are those without one."""
+    model = model_of(**kind)
+    sizes = {"token_dim": model.config.width, "num_attention_heads": 4, "num_layers": 2}
+    config = getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=5, **sizes)
+    tuned = peft.get_peft_model(model, config).double().eval()
+    x = tokens(2, 50)
+    batch = {"input_ids": x, "attention_mask": torch.ones_like(x)}
+    for options in (GREEDY, GREEDY | {"num_beams": 2}):
+        found = tuned.generate(**batch, **options)
+        assert torch.equal(found, tuned.generate(**batch, **options, use_cache=False))
+    plain = tuned.get_base_model().generate(**batch, **GREEDY)
+    assert not torch.equal(plain, tuned.generate(**batch, **GREEDY))

@@ -34,7 +34,7 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
 from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.embedding import embed
-from nsa.ops.projection import Columns, Gates, Heads, project, split
+from nsa.ops.projection import Columns, Gates, Heads, project
 from nsa.ops.statistics import Statistics, add_statistics, new_statistics
 from nsa.testing import PackedInputs, assert_within_budget, make_inputs
 from nsa.testing.budget import CEILING
@@ -500,7 +500,7 @@ def check_project(case: Case) -> None:
         rest = (leaf_bias, columns, sequences, rope)
         if is_split:
             product = torch.cat([nn.functional.linear(leaf, weight) for weight in given], dim=-1)
-            out = split(product, *rest, backend=backend)
+            out = project(product, None, *rest, backend=backend)
         else:
             out = project(leaf, given, *rest, backend=backend)
         grads = torch.autograd.grad(

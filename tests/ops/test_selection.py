@@ -69,7 +69,7 @@ def check(
     """Compare with the oracle; return the scores. Queries are ``loud`` times the usual ones."""
     q, k = (loud * batch.q()).requires_grad_(), keys_of(batch).requires_grad_()
     config = batch.config
-    most = max(1, -(-max(batch.lengths_k) // config.block_size))
+    most = max(2, -(-max(batch.lengths_k) // config.block_size))
     forced = config.num_init_blocks, config.num_local_blocks
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ def compress(
         sequences = Sequences.packed(cu_seqlens, num_tokens=x.shape[0], device=x.device)
     check_weights("weights", weights, config, x.shape[-1])
     (y,) = run_compress([Raw(pack(x), weights, None)], config, sequences, backend)
+    num_rows = math.prod(x.shape[:-2]) // config.compress_stride
+    y = y[:num_rows] if y.shape[0] > num_rows else y
     return y, compressed_cu_seqlens(sequences.cu_k, config)
 
 

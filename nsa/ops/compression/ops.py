@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa.ops._checks import check_keys
 from nsa.ops._layout import cdiv, next_power_of_2, rows
+from nsa.ops._packed import compressed_rows
 from nsa.ops._plan import once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
@@ -114,9 +115,9 @@ def _compress(x: Tensor, weight: Tensor | None, rope: str, blocks: Blocks) -> Te
 
     check_keys("x", x)
     sequences, x, y = blocks.sequences(x), rows(x), _result(x, blocks)
-    num_rows = x.shape[0] // blocks.stride
+    num_rows = compressed_rows(x.shape[0], blocks.stride)
     grid = (sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp), x.shape[1])
-    if grid[0] and num_rows:
+    if grid[0] and x.shape[0]:
         is_limited = x.shape[-1] > 128
         launch = once(lambda: blocks.launch(compress_fwd_kernel, grid, x, rope, is_limited))
         weight = None if weight is None else weight.contiguous()
@@ -128,7 +129,7 @@ def _compress(x: Tensor, weight: Tensor | None, rope: str, blocks: Blocks) -> Te
 def _result(x: Tensor, blocks: Blocks) -> Tensor:
     """Allocate ``[C, Hkv, D]``, or ``[Hkv, C, l, D]`` if whole; unused rows are 0."""
     num_tokens, num_heads, size = x.shape
-    num_rows = num_tokens // blocks.stride
+    num_rows = compressed_rows(num_tokens, blocks.stride)
     if blocks.whole:
         return x.new_zeros(num_heads, num_rows, blocks.size, size)
     return x.new_zeros(num_rows, num_heads, size)
@@ -160,7 +161,7 @@ def _gradients_of(
     sequences, dx = blocks.sequences(dy), _input_gradient(dy, num_tokens, blocks)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
     _, num_heads, head_size = dx.shape
-    rotation, num_rows = blocks.rotation(dx, rope), num_tokens // blocks.stride
+    rotation, num_rows = blocks.rotation(dx, rope), compressed_rows(num_tokens, blocks.stride)
     tile = BLOCK_ROWS * blocks.stride
     grid = (sequences.num_tiles(num_tokens, tile, blocks.len_x), num_heads)
     if grid[0] and num_tokens:

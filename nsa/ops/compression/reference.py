@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import accumulate_dtype
-from nsa.ops._packed import compressed_cu_seqlens, locate
+from nsa.ops._packed import compressed_cu_seqlens, compressed_rows, locate
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class PhiWeights:
 
 
 def gather_blocks(x: Tensor, cu_seqlens: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Tokens of every compression block ``[S // d, l, Hkv, D]``, and ``cu_seqlens_cmp``.
+    """Tokens of every compression block ``[C, l, Hkv, D]``, and ``cu_seqlens_cmp``.
 
     Rows that belong to no block are zero.
     """
     cu_seqlens_cmp = compressed_cu_seqlens(cu_seqlens, config)
-    num_rows = x.shape[0] // config.compress_stride
+    num_rows = compressed_rows(x.shape[0], config.compress_stride)
     sequence, block, real = locate(num_rows, cu_seqlens_cmp)
     start = cu_seqlens.long()[sequence] + block * config.compress_stride
     token = start[:, None] + torch.arange(config.compress_block_size, device=x.device)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
 from nsa.ops.projection.layout import Columns, Gates, Heads, packed
-from nsa.ops.projection.ops import project_op, split_op
-from nsa.ops.projection.reference import activate, project_reference, split_reference
+from nsa.ops.projection.ops import project_op
+from nsa.ops.projection.reference import activate, split_reference
 from nsa.rope import Rope
 
 __all__ = [
@@ -24,13 +25,12 @@ __all__ = [
     "normalise_heads",
     "packed",
     "project",
-    "split",
 ]
 
 
 def project(
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
     bias: Tensor | None,
     columns: Columns,
     sequences: Sequences,
@@ -44,7 +44,8 @@ def project(
     With kernels this takes one matmul and one pass over its output, forward and backward.
 
     Args:
-        x: the layer's input ``[T, width]``.
+        x: the layer's input ``[T, width]``; without weights ``[T, N]``, products with all weights
+            side by side, which may end with padding.
         weights: one matrix ``[columns, width]`` for each part and, last, for the gates. On a GPU
             they are packed into one matrix in the dtype of the product.
         bias: bias of the gate logits; None without gates.
@@ -64,8 +65,8 @@ def project(
         ValueError: the shapes do not match.
     """
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
-    found = [tuple(weight.shape) for weight in weights]
-    if x.ndim != 2 or found != shapes:
+    found = None if weights is None else [tuple(weight.shape) for weight in weights]
+    if x.ndim != 2 or found not in (None, shapes):
         rule = f"have shapes {shapes} for x [T, width] of shape {tuple(x.shape)}"
         fail("weights", rule, found)
     for part in columns.parts:
@@ -76,43 +77,22 @@ def project(
         fail("before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
     device = x.device.type
     if choose_backend(backend, x, "x") == "reference":
-        positions = _positions(x.shape[0], sequences, before)
-        return project_reference(x, weights, bias, positions, columns, rope)
-    if torch.is_autocast_enabled(device):
+        products: Sequence[Tensor]
+        if weights is None:
+            products = x[:, : sum(columns.sizes)].split(columns.sizes, -1)
+        else:
+            products = [functional.linear(x, weight) for weight in weights]
+        sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
+        if before is not None:
+            positions = positions + before[sequence]
+        return split_reference(products, bias, positions, columns, rope)
+    if weights is None:
+        x = x.contiguous()
+    elif torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(project_op(x, list(weights), bias, *where))
-
-
-def split(
-    product: Tensor,
-    bias: Tensor | None,
-    columns: Columns,
-    sequences: Sequences,
-    rope: Rope,
-    *,
-    before: Tensor | None = None,
-    backend: str = "auto",
-) -> list[Tensor]:
-    """Split an existing product into heads and gates, and rotate: the second half of `project`.
-
-    Args:
-        product: ``[T, N]``, products with all weights side by side; it may end with padding.
-        bias: bias of the gate logits; None without gates.
-        columns: the column layout of the product.
-        sequences: the sequence layout of the tokens.
-        rope: the rotation.
-        before: number of earlier tokens of each sequence.
-        backend: ``auto``, ``reference`` or ``triton``.
-    """
-    if choose_backend(backend, product, "product") == "reference":
-        products = product[:, : sum(columns.sizes)].split(columns.sizes, -1)
-        positions = _positions(product.shape[0], sequences, before)
-        return split_reference(products, bias, positions, columns, rope)
-    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
-    where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(split_op(product.contiguous(), bias, *where))
+    return list(project_op(x, list(weights or ()), bias, *where))
 
 
 def normalise_heads(
@@ -133,8 +113,3 @@ def normalise_heads(
         if norm is not None:
             pieces[k] = norm(pieces[k].unflatten(-1, (part.number, part.size))).flatten(-2)
     return torch.cat(pieces, dim=-1)
-
-
-def _positions(num_tokens: int, sequences: Sequences, before: Tensor | None) -> Tensor:
-    sequence, position, _ = locate(num_tokens, sequences.cu_q)
-    return position if before is None else position + before[sequence]

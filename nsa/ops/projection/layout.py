@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from nsa.fields import settle
 from nsa.ops._plan import Constants
 
 # Rows of the packed weights are padded to a multiple of this: Triton specializes only on strides
@@ -58,6 +59,10 @@ class Gates(Constants):
     activation: Literal["sigmoid", "softmax"] = "sigmoid"
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        settle(self)
+        super().__post_init__()
+
     @property
     def columns(self) -> int:
         """Number of columns."""
@@ -91,6 +96,7 @@ class Columns:
     without_gates: ClassVar[Columns]
 
     def __post_init__(self) -> None:
+        settle(self)
         object.__setattr__(self, "text", json.dumps(asdict(self)))
         alone = self if self.gates is None else Columns(self.parts)
         object.__setattr__(self, "without_gates", alone)
@@ -99,11 +105,7 @@ class Columns:
     @cache
     def from_text(cls, text: str) -> Columns:
         """Parse :attr:`text`."""
-        values = json.loads(text)
-        gates = values["gates"]
-        if gates is not None:
-            gates = Gates(**{**gates, "branches": tuple(gates["branches"])})
-        return cls(tuple(Heads(**part) for part in values["parts"]), gates)
+        return cls(**json.loads(text))
 
     @property
     def sizes(self) -> list[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nsa.ops._plan import once
 from nsa.ops._register import register
@@ -44,6 +45,11 @@ class Tokens(NamedTuple):
     columns: str
     rope: str
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of the product, including padding."""
+        return padded(sum(Columns.from_text(self.columns).sizes))
+
 
 def _launch(
     x: Tensor,
@@ -57,9 +63,9 @@ def _launch(
 ) -> None:
     """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or merge them.
 
-    ``bias`` is the gate bias; in the backward, the buffer of :func:`_sums`, if any.
+    ``bias`` is the gate bias; in the backward, the buffer of its sums, if any.
     """
-    if not x.shape[0]:
+    if _is_fake(x) or not x.shape[0]:
         return
     rope = Rope.from_text(tokens.rope)
     turns, launch = once(lambda: _plan(x, tokens, backward=backward))
@@ -80,6 +86,10 @@ def _launch(
         rope.magnitude,
         rope.position_offset,
     )
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def _plan(x: Tensor, tokens: Tokens, *, backward: bool) -> tuple[bool, Launch]:
@@ -125,130 +135,69 @@ def _programs(num_tokens: int) -> tuple[int, int]:
     return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS
 
 
-def _sums(num_tokens: int, bias: Tensor) -> Tensor:
-    """Allocate the gradient of the bias summed over each program's tokens, fp32 ``[n, N]``."""
-    block_rows, _ = _programs(num_tokens)
-    return bias.new_empty(-(-num_tokens // block_rows), bias.shape[0], dtype=torch.float32)
-
-
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    return split_product(torch.mm(x, packed(weights, x.dtype).t()), bias, *rest)
-
-
-def split_product(product: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Heads and gates of the product with the packed weights."""
-    found, tokens = _results(product, [], bias, *rest), Tokens(*rest)
-    heads, gates = (found, None) if bias is None else (found[:-1], found[-1])
-    _launch(product, heads, gates, None, bias, tokens, backward=False)
-    return found
-
-
-def _results(x: Tensor, weights: list[Tensor], bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Allocate the heads, and the gates if there are any."""
-    columns = Columns.from_text(Tokens(*rest).columns)
-    found = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
+    """Heads, and the gates if there are any."""
+    product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
+    tokens, gates = Tokens(*rest), None
+    columns = Columns.from_text(tokens.columns)
+    heads = [x.new_empty(x.shape[0], part.number, part.size) for _, part, _ in columns.outputs()]
     if columns.gates is not None:
-        found.append(x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32))
-    return found
-
-
-def _merge(
-    grads: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs_bias: bool, *rest: Any
-) -> list[Tensor]:
-    """Gradients of the product ``[T, N]``, including padding, and of the bias, if it is needed."""
-    tokens, heads = Tokens(*rest), [grad.contiguous() for grad in grads]
-    num_tokens, used = heads[0].shape[0], sum(Columns.from_text(tokens.columns).sizes)
-    dproduct = heads[0].new_empty(num_tokens, padded(used))
-    dgates = None if gates is None else heads.pop()
-    sums = None if bias is None or not needs_bias else _sums(num_tokens, bias)
-    _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
-    if bias is None or sums is None:
-        return [dproduct, dproduct.new_empty(0)]
-    return [dproduct, sums.sum(0).to(bias.dtype)]
-
-
-def _merge_fake(
-    grads: list[Tensor], bias: Tensor | None, gates: Tensor | None, needs_bias: bool, *rest: Any
-) -> list[Tensor]:
-    columns = padded(sum(Columns.from_text(Tokens(*rest).columns).sizes))
-    dproduct = grads[0].new_empty(grads[0].shape[0], columns)
-    dbias = bias.new_empty(bias.shape) if bias is not None and needs_bias else grads[0].new_empty(0)
-    return [dproduct, dbias]
+        gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
+    _launch(product, heads, gates, None, bias, tokens, backward=False)
+    return heads if gates is None else [*heads, gates]
 
 
 def _backward(
     grads: list[Tensor],
-    x: Tensor,
+    x: Tensor | None,
     weights: list[Tensor],
     bias: Tensor | None,
     gates: Tensor | None,
     needs: list[bool],
     *rest: Any,
 ) -> list[Tensor]:
-    """Gradients of x, of the packed weights and of the bias.
+    """Gradients of x, of the packed weights and of the bias; empty if they are not needed.
 
-    Gradients that are not needed are empty.
+    Without weights the first is that of the product, including padding.
     """
-    dproduct, dbias = _merge(grads, bias, gates, needs[2], *rest)
-    dx = torch.mm(dproduct, packed(weights, x.dtype)) if needs[0] else x.new_empty(0)
-    dweight = weights[0].new_empty(0)
-    if needs[1]:
-        dweight = torch.mm(dproduct.t(), x).to(dweight.dtype)
+    tokens, heads = Tokens(*rest), [grad.contiguous() for grad in grads]
+    num_tokens, sums = heads[0].shape[0], None
+    dproduct = heads[0].new_empty(num_tokens, tokens.num_columns)
+    if bias is not None and needs[2]:  # the gradient of the bias by program, fp32 [n, N]
+        # A number of programs that depends on the length would be a guard of torch.compile.
+        programs = 1 if _is_fake(dproduct) else -(-num_tokens // _programs(num_tokens)[0])
+        sums = bias.new_empty(programs, bias.shape[0], dtype=torch.float32)
+    dgates = None if gates is None else heads.pop()
+    _launch(dproduct, heads, gates, dgates, sums, tokens, backward=True)
+    empty = dproduct.new_empty(0)
+    dbias = empty if bias is None or sums is None else sums.sum(0).to(bias.dtype)
+    if x is None:
+        return [dproduct, empty, dbias]
+    dx = torch.mm(dproduct, packed(weights, x.dtype)) if needs[0] else empty
+    dweight = torch.mm(dproduct.t(), x).to(weights[0].dtype) if needs[1] else empty
     return [dx, dweight, dbias]
 
 
-def _gradients(
-    grads: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor | None,
-    gates: Tensor | None,
-    needs: list[bool],
-    *rest: Any,
-) -> list[Tensor]:
-    rows = padded(sum(Columns.from_text(Tokens(*rest).columns).sizes))
-    dx = x.new_empty(x.shape if needs[0] else 0)
-    dweight = weights[0].new_empty((rows, x.shape[1]) if needs[1] else 0)
-    dbias = bias.new_empty(bias.shape) if bias is not None and needs[2] else x.new_empty(0)
-    return [dx, dweight, dbias]
-
-
-def _setup_project(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, before, cu, *ctx.rest = inputs
+    ctx.num_columns = x.shape[1]
     gates = None if bias is None else output[-1]
-    ctx.save_for_backward(x, bias, before, cu, gates, *weights)
+    ctx.save_for_backward(x if weights else None, bias, before, cu, gates, *weights)
 
 
-def _differentiate_project(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     x, bias, before, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
-    needs = [needs_x, any(needs_weights), needs_bias]
+    needs = [needs_x, bool(weights) and any(needs_weights), needs_bias]
     dx, dweight, dbias = project_backward_op(
         list(grads), x, weights, bias, gates, needs, before, cu, *ctx.rest
     )
     dweights, start = list[Tensor | None](), 0
-    for weight, needed in zip(weights, needs_weights, strict=True):
+    for weight, needed in zip(weights, needs_weights or (), strict=True):
         dweights.append(dweight[start : start + weight.shape[0]] if needed else None)
         start += weight.shape[0]
-    gradients = (dx if needs_x else None, dweights, dbias if needs_bias else None)
-    return *gradients, *((None,) * (2 + len(ctx.rest)))
-
-
-def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    product, bias, before, cu, *ctx.rest = inputs
-    ctx.num_columns = product.shape[1]
-    ctx.save_for_backward(bias, before, cu, None if bias is None else output[-1])
-
-
-def _differentiate_split(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    bias, before, cu, gates = ctx.saved_tensors
-    needs_product, needs_bias = ctx.needs[:2]
-    dproduct, dbias = split_backward_op(list(grads), bias, gates, needs_bias, before, cu, *ctx.rest)
-    gradients = (
-        dproduct[:, : ctx.num_columns] if needs_product else None,
-        dbias if needs_bias else None,
-    )
-    return *gradients, *((None,) * (2 + len(ctx.rest)))
+    gradients = (dx[:, : ctx.num_columns] if needs_x else None, dweights or None)
+    return *gradients, dbias if needs_bias else None, *((None,) * (2 + len(ctx.rest)))
 
 
 _TOKENS = "Tensor? before, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
@@ -256,28 +205,14 @@ project_op = register(
     "project",
     f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
     _forward,
-    _results,
-    setup_context=_setup_project,
-    backward=_differentiate_project,
+    _forward,
+    setup_context=_setup,
+    backward=_differentiate,
 )
 project_backward_op = register(
     "project_backward",
-    "(Tensor[] grads, Tensor x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, "
+    "(Tensor[] grads, Tensor? x, Tensor[] weights, Tensor? bias, Tensor? gates, bool[] needs, "
     f"{_TOKENS}) -> Tensor[]",
     _backward,
-    _gradients,
-)
-split_op = register(
-    "split",
-    f"(Tensor product, Tensor? bias, {_TOKENS}) -> Tensor[]",
-    split_product,
-    lambda product, *rest: _results(product, [], *rest),
-    setup_context=_setup_split,
-    backward=_differentiate_split,
-)
-split_backward_op = register(
-    "split_backward",
-    f"(Tensor[] grads, Tensor? bias, Tensor? gates, bool needs_bias, {_TOKENS}) -> Tensor[]",
-    _merge,
-    _merge_fake,
+    _backward,
 )

@@ -6,23 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nsa.ops.projection.layout import Columns, Gates
 from nsa.rope import Rope, apply_rope
-
-
-def project_reference(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    positions: Tensor,
-    columns: Columns,
-    rope: Rope,
-) -> list[Tensor]:
-    """See :func:`nsa.ops.projection.project`; under autocast PyTorch chooses the dtype."""
-    products = [functional.linear(x, weight) for weight in weights]
-    return split_reference(products, bias, positions, columns, rope)
 
 
 def split_reference(

@@ -20,6 +20,7 @@ from nsa.ops._masked_attention import (
 )
 from nsa.ops._operator import Call
 from nsa.ops._packed import (
+    LEAST_SIZE,
     compressed_cu_seqlens,
     lengths,
     locate,
@@ -134,22 +135,20 @@ def _exp_scores(
 ) -> Tensor:
     """``exp(q . k * scale - lse)`` for padded keys, ``[B, Hkv, G, T, C]``."""
     scores = grouped_scores(pad(q, sequences.cu_q, sequences.max_q), keys, softmax_scale)
-    lse_rows = pad(lse, sequences.cu_q, sequences.max_q).permute(0, 2, 1)  # [B, Hq, T]
-    return torch.exp(scores - lse_rows.reshape(*scores.shape[:4])[..., None])
+    lse_rows = pad(lse, sequences.cu_q, sequences.max_q).transpose(1, 2)  # [B, Hq, T]
+    found = torch.exp(scores - lse_rows.reshape(*scores.shape[:3], 1))
+    return found.unflatten(2, (-1, sequences.max_q))
 
 
 def spread(probabilities: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     """Eq. 9: importance of blocks ``[..., M]`` from probabilities of compressed keys."""
-    stencil = overlap_stencil(config)
-    before = -min(stencil)
-    step = config.block_size // config.compress_stride
-    after = max(num_blocks * step - probabilities.shape[-1], 0)
-    padded = torch.nn.functional.pad(probabilities, (before, after))
-    importance = torch.zeros((), dtype=padded.dtype, device=padded.device)
-    for offset, weight in stencil.items():
-        first = before + offset
-        taps = padded[..., first : first + num_blocks * step : step][..., :num_blocks]
-        importance = importance + weight * taps
+    step, last = config.block_size // config.compress_stride, probabilities.shape[-1] - 1
+    first = torch.arange(num_blocks, device=probabilities.device) * step
+    importance = torch.zeros((), dtype=probabilities.dtype, device=probabilities.device)
+    for offset, weight in overlap_stencil(config).items():
+        i = first + offset
+        taps = probabilities[..., i.clamp(0, last)]
+        importance = importance + weight * torch.where((i >= 0) & (i <= last), taps, 0.0)
     return importance
 
 
@@ -196,11 +195,12 @@ def coarse_keys(k_cmp: Tensor, config: NSAConfig, sequences: Sequences) -> tuple
     cu_cmp = compressed_cu_seqlens(sequences.cu_k, config)
     ends = (lengths(cu_cmp) // each).cumsum(0)
     cu_coarse = torch.cat((ends.new_zeros(1), ends)).int()
-    sequence, block, _ = locate(k_cmp.shape[0] // each, cu_coarse)
+    sequence, block, _ = locate(max(k_cmp.shape[0] // each, LEAST_SIZE), cu_coarse)
     row = (cu_cmp.long()[sequence] + block * each)[:, None] + torch.arange(
         each, device=k_cmp.device
     )
-    members = k_cmp[row.clamp(max=k_cmp.shape[0] - 1)]
+    with_zero_row = torch.cat((k_cmp, k_cmp.new_zeros(1, *k_cmp.shape[1:])))
+    members = with_zero_row[row.clamp(max=k_cmp.shape[0])]
     return members.to(accumulate_dtype(k_cmp)).mean(1).to(k_cmp.dtype), cu_coarse
 
 
@@ -220,7 +220,7 @@ def coarse_candidates(
     does not round its inputs, whatever ``score_precision`` is.
     """
     assert config.coarse_block_size is not None
-    num_coarse = -(-sequences.max_k // config.coarse_block_size)
+    num_coarse = max(-(-sequences.max_k // config.coarse_block_size), LEAST_SIZE)
     means, cu_coarse = coarse_keys(k_cmp, config, sequences)
     scores = _exp_scores(q, pad(means, cu_coarse, num_coarse), lse, sequences, softmax_scale)
     scores = unpad(scores.sum(2).transpose(1, 2), sequences.cu_q, q.shape[0])
@@ -246,10 +246,8 @@ def ranked_coarse(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tenso
 
 def kept_coarse(ranked: Tensor, config: NSAConfig) -> Tensor:
     """Mask of the coarse blocks that remain, from :func:`ranked_coarse`, same shape."""
-    best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_coarse_blocks]
-    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True) & (
-        ranked > -torch.inf
-    )
+    rank = ranked.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    return (rank < config.num_coarse_blocks) & (ranked > -torch.inf)
 
 
 def choose_blocks(
@@ -267,6 +265,8 @@ def choose_blocks(
     Returns:
         int32 ``[T, Hkv, n]``, ascending, padded with -1 at the end.
     """
+    # At least n columns, of which those after the query's own block are no candidates.
+    scores = torch.nn.functional.pad(scores, (0, config.num_selected_blocks))
     num_blocks = scores.shape[-1]
     block = torch.arange(num_blocks, device=scores.device)
     current = (positions // config.block_size)[:, None, None]
@@ -284,9 +284,7 @@ def choose_blocks(
         counts = torch.where(positions < length, n, counts)
     taken = torch.arange(best.shape[-1], device=scores.device) < counts[:, None, None]
     best = torch.where(candidate.gather(-1, best) & taken, best, num_blocks).sort(-1).values
-    best = torch.where(best < num_blocks, best, -1)
-    missing = config.num_selected_blocks - best.shape[-1]
-    return torch.nn.functional.pad(best, (0, missing), value=-1).int()
+    return torch.where(best < num_blocks, best, -1).int()
 
 
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:

@@ -1,0 +1,74 @@
+"""torch.export: one program of the layer or model serves all batch sizes and lengths."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+from nsa import NativeSparseAttention
+from nsa.config import RopeScaling
+from tests.hf.tiny import tiny, tokens
+from tests.ops.cases import small
+
+# Around the block sizes, and longer than the selected blocks.
+SHAPES = [(1, 1), (3, 2), (1, 3), (2, 5), (5, 8), (2, 17), (1, 130)]
+BATCH, LENGTH = Dim("batch"), Dim("length")
+PATTERNS: dict[str, dict[str, Any]] = {
+    "mean": {"rope_scaling": RopeScaling("yarn", 4.0, 64)},
+    "linear, coarse blocks": {"phi": "linear", "coarse_block_size": 32, "num_coarse_blocks": 4},
+    "mlp, shared keys": {"phi": "mlp", "share_kv": True, "gate": "softmax"},
+    "fp8 scores": {"score_precision": "fp8", "qk_norm": True, "compress_rope": "none"},
+    "table": {"num_selected_blocks_table": ((-1, 40, 3),), "gate_hidden_size": 8},
+    "selected": {"branches": ("slc",), "gate": "fixed"},
+}
+
+
+def check_program(
+    model: nn.Module, make: Callable[[int, int], dict[str, Tensor]], traced: int, strict: bool
+) -> None:
+    """The program of one shape gives the results of the model at others."""
+    given = make(2, traced)
+    shapes = {name: {0: BATCH, 1: LENGTH} for name in given}
+    program = export(model, (), given, dynamic_shapes=shapes, strict=strict).module()
+    for shape in SHAPES:
+        found, wanted = program(**make(*shape)), model(**make(*shape))
+        if not isinstance(wanted, Tensor):
+            found, wanted = found["logits"], wanted["logits"]
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "strict"),
+    [*zip(PATTERNS, itertools.cycle([False, True]), strict=False), ("mean", True)],
+)
+def test_a_layer(pattern: str, strict: bool) -> None:
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(32, small(**PATTERNS[pattern])).double()
+
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        return {
+            "x": torch.sin(torch.arange(batch * length * 32.0).double()).view(batch, length, 32)
+        }
+
+    check_program(layer, make, 5 if pattern == "mean" else 70, strict)
+
+
+@pytest.mark.parametrize(("attention", "strict"), [("nsa", False), ("nsa", True), ("dense", False)])
+def test_a_language_model(attention: str, strict: bool) -> None:
+    model = tiny(attention=attention)
+    check_program(model.lm, lambda *shape: {"tokens": tokens(*shape)}, 70, strict)
+
+
+def test_a_padded_batch_of_transformers() -> None:
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask[0, : length // 3] = 0
+        return {"input_ids": tokens(batch, length), "attention_mask": mask}
+
+    check_program(tiny(), make, 70, strict=True)
