@@ -511,7 +511,7 @@ def _select(
     """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected."""
     length = int(position) + 1
     sequences = Sequences(None, 1, 1, length, q.device)
-    products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, 1, keys]
+    products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, keys]
     lse = products.logsumexp(-1).view(1, -1)  # [1, Hq]
     bound, least = products.new_tensor(BOUND), 0.0
     if config.scores == "token_max":
@@ -519,7 +519,7 @@ def _select(
         scores = token_max_scores(inputs, call)
         forced = (config.num_init_blocks + config.num_local_blocks) * config.block_size
         # An upper bound on |m| and |L|. Smaller scores than fp32 has are equal, too.
-        largest = products.abs().amax((2, 3, 4))[..., None] + math.log(forced)  # [1, Hkv, 1]
+        largest = products.abs().amax((2, 3))[..., None] + math.log(forced)  # [1, Hkv, 1]
         bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
         least = config.group_size * torch.finfo(torch.float32).tiny
     else:

@@ -84,7 +84,8 @@ def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
 
     def products(q: Tensor, k: Tensor) -> Tensor:
         rows = pad(q, sequences.cu_q, sequences.max_q), pad(k, sequences.cu_k, sequences.max_k)
-        return grouped_scores(*rows, call.softmax_scale).masked_fill(~visible, -torch.inf)
+        scores = grouped_scores(*rows, call.softmax_scale).unflatten(2, (-1, sequences.max_q))
+        return scores.masked_fill(~visible, -torch.inf)
 
     exact = products(q, k)  # [B, Hkv, G, T, S]
     block = torch.arange(sequences.max_k, device=q.device) // config.block_size
