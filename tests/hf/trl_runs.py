@@ -15,7 +15,8 @@ ROWS: dict[str, list[dict[str, str]]] = {
     "SFT": [{"text": text} for text in TEXTS],
     "DPO": [{"prompt": text[:8], "chosen": text[8:], "rejected": text[:8]} for text in TEXTS],
     "Reward": [{"chosen": text[8:], "rejected": text[:8]} for text in TEXTS],
-    "GRPO": [{"prompt": text[: 4 + i % 5]} for i, text in enumerate(TEXTS)],
+    # Longer than a compression block: without one its projections have no gradient.
+    "GRPO": [{"prompt": 3 * text[: 12 + i % 5]} for i, text in enumerate(TEXTS)],
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT": ("SFT", {"max_length": 64}),
