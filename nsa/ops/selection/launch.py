@@ -177,9 +177,11 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         del constants["COUNTS"]
         first = Launch(forced_lse_kernel, (tiles, q.shape[1]), **constants)
         constants = constants_of(low, low_k, keys, selection, tile)
-        # Whole blocks, or a part of one if its keys do not fit.
-        most = PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
-        columns = max(PRODUCT_KEYS, selection.block_size)
+        # Whole blocks, or a part of one if its keys do not fit. Queries that are loaded for each
+        # product are used for more keys.
+        more = 1 if constants["TILE"].keep_queries else 4
+        most = min(more, 2) * PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
+        columns = max(more * PRODUCT_KEYS, selection.block_size)
         columns = min(columns, max(most, 16), step * selection.block_size)
         second = Launch(select_token_max_kernel, (tiles, k.shape[1]), **constants, COLUMNS=columns)
         return first, second

@@ -207,7 +207,9 @@ def select_token_max_kernel(
         end = queries.t_last // BLOCK_SIZE + 1
         for j0 in tl.range(0, end, BLOCK_J, num_stages=1):
             score = tl.zeros([BLOCK_Q, BLOCK_J // PER, PER], tl.float32)
-            for u in tl.range(0, BLOCK_J // PER, num_stages=TILE.stages):
+            for u in tl.range(
+                0, BLOCK_J // PER, num_stages=TILE.stages if TILE.keep_queries else 1
+            ):
                 j = j0 + u * PER
                 key = j * BLOCK_SIZE + tl.arange(0, COLUMNS)
                 block = j + tl.arange(0, PER)
@@ -236,7 +238,7 @@ def select_token_max_kernel(
                             SCALED,
                         )
                 else:
-                    for h in tl.range(0, G, num_stages=1):
+                    for h in tl.range(0, G, num_stages=TILE.stages):
                         head = load_head(
                             q_ptr,
                             q_scale_ptr,
