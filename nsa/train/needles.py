@@ -124,6 +124,13 @@ class Case(NamedTuple):
 class Needles:
     """Contexts that are functions of the seed, length, depth and number.
 
+    Attributes:
+        config: see :class:`NeedleConfig`.
+        tokenizer: tokenizer of the model.
+        lengths: tokens of a context.
+        depths: share of the filler before the needle, 0 to 1, with four decimals.
+        num_tokens: see below.
+
     Args:
         config: see :class:`NeedleConfig`.
         tokenizer: tokenizer of the model.
@@ -152,6 +159,8 @@ class Needles:
             rule = f"be at least {config.shortest} tokens, for needles and question"
             check(length >= config.shortest, "--lengths", rule, length)
         text = source.read(0, _MOST_FILLER)
+        last = max(config.depths - 1, 1)
+        self.depths = [round(place / last, 4) for place in range(config.depths)]
         self._filler = text[text != source.separator_id]
 
     def case(self, length: int, place: int, number: int) -> Case:
@@ -172,8 +181,10 @@ class Needles:
         ends = encode(".\n")
         needles = [[*ask, *value, *ends] for ask, value in zip(questions, values, strict=True)]
         rest = length - sum(map(len, (*needles, questions[0], values[0])))
-        depth = place / max(config.depths - 1, 1)
-        offsets = [round(depth * rest), *(random.randint(0, rest) for _ in needles[1:])]
+        offsets = [
+            round(self.depths[place] * rest),
+            *(random.randint(0, rest) for _ in needles[1:]),
+        ]
         filler = self._passage(random, rest)
         prompt, before = list[int](), 0
         for offset, needle in sorted(zip(offsets, needles, strict=True), key=lambda pair: pair[0]):

@@ -30,7 +30,8 @@ TEXT = [b"It is a truth universally acknowledged. " * 20, b"Call me Ishmael. " *
 def tokenizer_of(kind: str) -> Tokenizer:
     if kind == "byte":
         return ByteTokenizer()
-    return make_tokenizer(DataConfig(tokenizer="bpe", bpe_vocab_size=300), TEXT)
+    syllables = " ".join(map("".join, itertools.product("bdfgklm", "aeiou"))).encode()
+    return make_tokenizer(DataConfig(tokenizer="bpe", bpe_vocab_size=300), [*TEXT, syllables * 99])
 
 
 def make_needles(
@@ -169,10 +170,11 @@ def test_answers_are_those_of_the_model_without_a_cache(attention, kind, monkeyp
                 case = Case(case.prompt, drawn[: len(case.value)])
             logs = model(torch.tensor(case.prompt + case.value)).log_softmax(-1)
             at = len(case.prompt) - 1 + np.arange(len(case.value))
-            found = tokenizer.decode(drawn).startswith(tokenizer.decode(case.value))
-            wanted[place, number] = found, logs[at, case.value].sum()
+            is_found = tokenizer.decode(drawn).startswith(tokenizer.decode(case.value))
+            wanted[place, number] = is_found, logs[at, case.value].sum()
             cases[place, number] = case
     assert wanted[..., 0].sum() == 2
+    assert (len({len(case.value) for case in cases.values()}) > 1) == (kind == "bpe")
     monkeypatch.setattr(needles, "case", lambda _, *index: cases[index])
     for num_tokens in (40, 450):  # 450: three contexts, and then one
         needles.num_tokens = num_tokens

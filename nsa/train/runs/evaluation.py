@@ -183,7 +183,7 @@ def evaluate_run(
         _check_comparable(path, other, split if text is None else None)
     part = _text(folder, config, path, split, text, seq_len)
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
-    needles = _hidden(needle, folder, part.source, seq_len, size * seq_len)
+    needles = _open_needles(needle, folder, part.source, seq_len, size * seq_len)
     number = min(num_sequences or len(part.windows), len(part.windows))
 
     def measured(loss: NextTokenLoss, windows: EvaluationText) -> Measurement:
@@ -285,9 +285,10 @@ def _repeats(name: str, found: list[dict[str, Any]]) -> Iterator[Finding]:
     yield from [Finding(line, {name: found})] if found else []
 
 
-def _hidden(
+def _open_needles(
     config: NeedleConfig | None, folder: RunFolder, source: TokenSource, *sizes: int
 ) -> Needles | None:
+    """Contexts of a configuration; ``sizes`` are the last arguments of :class:`Needles`."""
     if config is None:
         return None
     return Needles(config, load_tokenizer(folder.tokenizer), source, *sizes)
@@ -305,7 +306,6 @@ def _needles(
     if needles is None:
         return rows
     config, name = needles.config, f"{prefix}needles"
-    shown = np.linspace(0.0, 1.0, config.depths).tolist()
 
     def line(label: str, kind: str, values: Iterable[str], end: str = "") -> str:
         return f"{label:>8} {kind:<5} " + "".join(f"{value:>7}" for value in values) + end
@@ -316,10 +316,10 @@ def _needles(
         return rows[-1]
 
     yield Finding("needles: exact matches and log-probability of the value (nats), by depth", {})
-    yield Finding(line("tokens", "", (f"{depth:.0%}" for depth in shown), "    all"), {})
+    yield Finding(line("tokens", "", (f"{depth:.0%}" for depth in needles.depths), "    all"), {})
     for length in needles.lengths:
         found.append(find_needles(model, needles, length, compute_dtype))
-        at = [row(x, length, depth) for x, depth in zip(found[-1], shown, strict=True)]
+        at = [row(x, length, depth) for x, depth in zip(found[-1], needles.depths, strict=True)]
         at.append(row(found[-1], length, None))
         shares = line(
             f"{length}", "exact", (f"{x['exact_match']:.1%}" for x in at), _interval(at[-1])
