@@ -123,7 +123,7 @@ def train(
     return bench_train(
         find_runs(Path(config), settings, variant or [], names),
         configs.name_in_rows(Path(config)),
-        seqs=[None] if seqs is None else _lengths("--seqs", seqs),
+        seqs=[None] if seqs is None else parse_lengths("--seqs", seqs),
         tokens=tokens,
         micro_batch=micro_batch,
         modes=_words("--mode", mode, MODES),
@@ -164,7 +164,7 @@ def host(
     from nsa.bench.cases import parse_shape
     from nsa.bench.host import MODES, PROVIDERS, bench_host
 
-    heads, lengths = parse_shape(shape), _lengths("--tokens", tokens)
+    heads, lengths = parse_shape(shape), parse_lengths("--tokens", tokens)
     names, modes = _words("--provider", provider, PROVIDERS), _words("--mode", mode, MODES)
     results = _results(out, commit)
     bench_host(results, shape, heads, lengths, providers=names, modes=modes)
@@ -374,7 +374,7 @@ def _points(
     return [
         Point(shape, heads, seq_len, batch_of(shape, seq_len, tokens), each, kind, device, recorded)
         for each in choices
-        for seq_len in _lengths("--seqs", seqs)
+        for seq_len in parse_lengths("--seqs", seqs)
     ]
 
 
@@ -390,7 +390,8 @@ def _in_range(least: int, **given: int | None) -> None:
         check(fits, option(name), f"be from {least} to {_MOST:,}", value)
 
 
-def _lengths(option: str, text: str) -> list[int]:
+def parse_lengths(option: str, text: str) -> list[int]:
+    """Read lengths with commas between them; ``option`` names them in errors."""
     words = text.split(",")
     fits = all(re.fullmatch("[0-9]{1,10}", word) and 0 < int(word) <= _MOST for word in words)
     rule = f"be lengths from 1 to {_MOST:,} with commas between them"

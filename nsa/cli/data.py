@@ -126,7 +126,7 @@ def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> 
         seed: of numbers and depths
     """
     from nsa.files import replace_text
-    from nsa.train.data.synthetic import needle_prompts
+    from nsa.train.needles import needle_prompts
 
     check_output("OUT", Path(out), is_new=True)
     lines = [dumps(row) for row in needle_prompts(size, number, seed)]

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nsa.errors import check_output
+from nsa.errors import check_output, fail
+
+if TYPE_CHECKING:
+    from nsa.train.needles import NeedleConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -28,6 +31,12 @@ def evaluate(
     micro_batch: int | None = None,
     save: Path | None = None,
     repeat: int | None = None,
+    needle: bool = False,
+    lengths: str | None = None,
+    depths: int = 11,
+    cases: int = 100,
+    distractors: int = 0,
+    seed: int = 0,
 ) -> int:
     """Measure a trained model on text.
 
@@ -40,6 +49,7 @@ def evaluate(
       nsa eval runs/cpu-small-1 --text letters.txt --json
       cat letters.txt | nsa eval runs/cpu-small-1 --text -
       nsa eval runs/cpu-small-1 --repeat 64 --windows 100
+      nsa eval runs/nsa --needle --lengths 2048,16384 --windows 100
 
     Args:
         run: run folder, for example runs/cpu-small-1
@@ -55,6 +65,12 @@ def evaluate(
         save: file for the sums of each document, which nsa compare reads
         repeat: also measure how well the model repeats passages of this many tokens, by the
             distance back to them
+        needle: also measure retrieval: how often the model finds a word in a long context
+        lengths: tokens of these contexts, for example 2048,16384 (default a sequence)
+        depths: places of the word, evenly from the beginning to the end
+        cases: contexts for each length and depth
+        distractors: similar sentences about other words in each context
+        seed: seed of the contexts
     """
     from nsa.train.run_folder import RunFolder
 
@@ -68,6 +84,7 @@ def evaluate(
 
     at_a_time = micro_batch or config.micro_batch
     fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
+    fewer += "shorter --lengths or " * needle
     with explained("the evaluation", lambda: f"Give {fewer}--device cpu."):
         for finding in evaluate_run(
             folder,
@@ -81,6 +98,7 @@ def evaluate(
             micro_batch=micro_batch,
             save=save,
             repeat=repeat,
+            needle=_needles(needle, lengths, depths, cases, distractors, seed),
         ):
             figures |= finding.figures
             if not json:
@@ -88,6 +106,18 @@ def evaluate(
     if json:
         print(dumps(figures))
     return 0
+
+
+def _needles(needle: bool, lengths: str | None, *numbers: int) -> NeedleConfig | None:
+    """Settings of --needle; without it, other options than the defaults are an error."""
+    from nsa.cli.bench import parse_lengths
+    from nsa.train.needles import NeedleConfig
+
+    tokens = () if lengths is None else tuple(parse_lengths("--lengths", lengths))
+    config = NeedleConfig(tokens, *numbers)
+    if not needle and config != NeedleConfig():
+        fail("--needle", "be given with --lengths and the options after it", "none")
+    return config if needle else None
 
 
 def compare(files: tuple[Path, ...], *, against: tuple[Path, ...], json: bool = False) -> int:

@@ -44,7 +44,7 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
         measurement: sums by document and by position.
         about: ``run``, ``step``, ``split``, ``text``, ``tokenizer``, ``seq_len``, ``windows``; if
             known, ``seed`` of the run, ``checkpoint_sha256``, ``text_sha256``, ``data_seed`` of a
-            synthetic task, ``document_mask``.
+            synthetic task, ``document_mask``, ``device``, rows of ``needles``.
     """
     with new_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -21,6 +22,7 @@ from nsa import cli
 from nsa.cli.commands import Group
 from nsa.errors import option
 from nsa.train.load import load_config, settings
+from nsa.train.measurements import load_measurement
 from nsa.train.telemetry.metrics import read_metrics
 from tests.cli.conftest import pipe
 from tests.faults.cases import Nsa, rows_of
@@ -303,6 +305,34 @@ def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):
     assert "no interval: one document" in nsa("eval run --against run --text tiny.yaml")
 
 
+def test_eval_looks_for_needles(tiny, run, nsa, refusal):
+    """A model of four steps finds none; rows by length and depth, of each length, and of all."""
+    words = "eval run --needle --lengths 120,160 --depths 3 --cases 2 --windows 1"
+    both = json.loads(nsa(f"{words} --distractors 0 --against run --save a.npz --json"))
+    rows = both["needles"]
+    assert both["against_needles"] == rows
+    lengths = [120] * 4 + [160] * 4 + [None]
+    depths = [0, 0.5, 1, None, 0, 0.5, 1, None, None]
+    assert [(row["length"], row["depth"]) for row in rows] == [*zip(lengths, depths, strict=True)]
+    assert [row["cases"] for row in rows] == [2, 2, 2, 6, 2, 2, 2, 6, 12]
+    assert {row["exact_match"] for row in rows} == {0}
+    assert rows[-1]["exact_low"] == 0 < rows[-1]["exact_high"] < rows[3]["exact_high"]
+    logs = [row["log_prob_nats"] for row in rows]
+    assert all(-7 * 8 < log < -7 * 2 for log in logs), "seven bytes that are hardly predicted"
+    assert logs[-1] == pytest.approx(sum(logs[:3] + logs[4:7]) / 6)
+    assert load_measurement("a", Path("a.npz"))[1]["needles"] == rows
+    assert json.loads(nsa(f"{words} --seed 1 --json"))["needles"] != rows
+    title, total = (line for line in nsa(words).splitlines() if line.startswith("needles: "))
+    assert title == "needles: exact matches and log-probability of the value (nats), by depth"
+    assert re.fullmatch(r".* 0\.0% exact matches \(95% .* 0\.0% to 24\.2%\), -\S+ nats", total)
+    for words, why in (
+        ("--needle", "--lengths must be at least 108 tokens, for needles and question, got 64"),
+        ("--needle --lengths 4k", "--lengths must be lengths from 1 to 1,073,741,824 with"),
+        ("--depths 3", "--needle must be given with --lengths and the options after it"),
+    ):
+        assert why in refusal(f"eval run {words}")
+
+
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):
     words = "--data.source uniform --data.path null --steps 2 --run-dir run --sample-tokens 0"
     nsa(f"train tiny.yaml {words}")
@@ -310,6 +340,7 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
     assert "lowest possible loss: 5.5452 nats per token" in said
     assert "bigram" not in said
     assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
+    assert "--needle must be left out for a synthetic task" in refusal("eval run --needle")
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny):

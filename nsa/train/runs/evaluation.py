@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,7 @@ from nsa.train.evaluation import (
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
+from nsa.train.needles import Answers, NeedleConfig, Needles, find_needles, row_of
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
 
@@ -114,6 +115,10 @@ class Finding(NamedTuple):
     figures: dict[str, Any]
 
 
+# Findings, and at the end the rows of the needles.
+Retrieval = Generator[Finding, None, list[dict[str, Any]]]
+
+
 class _Text(NamedTuple):
     """Text to evaluate: ``kind`` is the split or ``text``; ``data`` of the run for a split."""
 
@@ -137,6 +142,7 @@ def evaluate_run(
     micro_batch: int | None = None,
     save: Path | None = None,
     repeat: int | None = None,
+    needle: NeedleConfig | None = None,
 ) -> Iterator[Finding]:
     """Measure a checkpoint of a run on a split of its data or on any other text.
 
@@ -153,6 +159,7 @@ def evaluate_run(
         save: new file for the sums by document and position, see :mod:`nsa.train.measurements`.
         repeat: tokens of a passage that the model has to repeat, see
             :func:`nsa.train.evaluation.repeated_passages`.
+        needle: contexts with a needle that the model has to find; None for none.
 
     Yields:
         Findings, each as soon as it is known.
@@ -162,10 +169,10 @@ def evaluate_run(
             longer those of the run, or a run on other data to compare with.
     """
     config = folder.load_config()
-    seq_len = config.seq_len if seq_len is None else seq_len
-    size = config.micro_batch if micro_batch is None else micro_batch
-    for name, value in (("windows", num_sequences), ("micro-batch", size), ("seq-len", seq_len)):
+    given = {"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len}
+    for name, value in given.items():
         check(value is None or value > 0, f"--{name}", "be positive", value)
+    seq_len, size = seq_len or config.seq_len, micro_batch or config.micro_batch
     check_output("--save", save, is_new=True)
     if text is not None:
         check(split == "validation", "--split", "be left out with --text", split)
@@ -176,37 +183,36 @@ def evaluate_run(
         _check_comparable(path, other, split if text is None else None)
     part = _text(folder, config, path, split, text, seq_len)
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
+    needles = _open_needles(needle, folder, part.source, seq_len, size * seq_len)
     number = min(num_sequences or len(part.windows), len(part.windows))
 
     def measured(loss: NextTokenLoss, windows: EvaluationText) -> Measurement:
         return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
 
-    def repeats(name: str, loss: NextTokenLoss) -> Iterator[Finding]:
+    def retrieval(prefix: str, loss: NextTokenLoss) -> Retrieval:
         found = [one.figures(measured(loss, one.sequences(seq_len))) for one in passages]
-        if found:
-            yield Finding(_repeats(found), {name: found})
+        yield from _repeats(f"{prefix}repeats", found)
+        return (yield from _needles(prefix, loss.model, needles, config.compute_dtype))
 
     model, step = load_model(config.model, path, on)
-    about = {"run": str(folder.path), "step": step, "device": on.type}
+    about: dict[str, Any] = {"run": str(folder.path), "step": step, "device": on.type}
     yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
     yield from _totals(result, part, number)
+    rows = yield from retrieval("", loss)
     if save is not None:
-        identity = _identity(path, config, part) | {"run": str(folder.path), "step": step}
-        save_measurement(save, result, {**identity, "seq_len": seq_len, "windows": number})
+        about |= {"seq_len": seq_len, "windows": number, "needles": rows}
+        save_measurement(save, result, _identity(path, config, part) | about)
         yield Finding(f"sums of documents and positions: {save}", {"saved": str(save)})
-    if part.data is not None:
-        chosen = spread(number, len(part.windows))
-        yield from _baseline(part.data, part.source, result, seq_len, chosen)
-    yield from repeats("repeats", loss)
+    yield from _baseline(part, result, number)
     if against is not None:
         del model, loss
         second = against.load_config()
         model, step = load_model(second.model, other, on)
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss, part.windows))
-        yield from repeats("against_repeats", loss)
+        yield from retrieval("against_", loss)
 
 
 def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
@@ -269,13 +275,65 @@ def _identity(checkpoint: Path, config: TrainConfig, part: _Text) -> dict[str, A
     return {**found, "document_mask": config.data.document_mask}
 
 
-def _repeats(found: list[dict[str, Any]]) -> str:
+def _repeats(name: str, found: list[dict[str, Any]]) -> Iterator[Finding]:
     """Loss of repeated passages by the distance back to their first occurrence."""
     shown = (
         f"{one['distance']}: {one['loss_nats']:.3f} (first {one['first_loss_nats']:.3f})"
         for one in found
     )
-    return "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
+    line = "nats per token of a repeated passage, by tokens back to it: " + ", ".join(shown)
+    yield from [Finding(line, {name: found})] if found else []
+
+
+def _open_needles(
+    config: NeedleConfig | None, folder: RunFolder, source: TokenSource, *sizes: int
+) -> Needles | None:
+    """Contexts of a configuration; ``sizes`` are the last arguments of :class:`Needles`."""
+    if config is None:
+        return None
+    return Needles(config, load_tokenizer(folder.tokenizer), source, *sizes)
+
+
+def _needles(
+    prefix: str, model: LanguageModel, needles: Needles | None, compute_dtype: str
+) -> Retrieval:
+    """Two lines for each length, exact matches and log-probabilities by depth; then the total.
+
+    Returns:
+        Rows as in the JSON; none without needles.
+    """
+    rows, found = list[dict[str, Any]](), list[Answers]()
+    if needles is None:
+        return rows
+    config, name = needles.config, f"{prefix}needles"
+
+    def line(label: str, kind: str, values: Iterable[str], end: str = "") -> str:
+        return f"{label:>8} {kind:<5} " + "".join(f"{value:>7}" for value in values) + end
+
+    def row(answers: Answers, length: int | None, depth: float | None) -> dict[str, Any]:
+        about = {"length": length, "depth": depth, "distractors": config.distractors}
+        rows.append(row_of(answers, **about, seed=config.seed))
+        return rows[-1]
+
+    yield Finding("needles: exact matches and log-probability of the value (nats), by depth", {})
+    yield Finding(line("tokens", "", (f"{depth:.0%}" for depth in needles.depths), "    all"), {})
+    for length in needles.lengths:
+        found.append(find_needles(model, needles, length, compute_dtype))
+        at = [row(x, length, depth) for x, depth in zip(found[-1], needles.depths, strict=True)]
+        at.append(row(found[-1], length, None))
+        shares = line(
+            f"{length}", "exact", (f"{x['exact_match']:.1%}" for x in at), _interval(at[-1])
+        )
+        nats = line("", "nats", (f"{x['log_prob_nats']:.2f}" for x in at))
+        yield Finding(f"{shares}\n{nats}", {name: rows})
+    total = row(np.stack(found), None, None)
+    exact = f"{total['exact_match']:.1%} exact matches{_interval(total)}"
+    yield Finding(f"needles: {exact}, {total['log_prob_nats']:.2f} nats", {name: rows})
+    return rows
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f" (95% interval {row['exact_low']:.1%} to {row['exact_high']:.1%})"
 
 
 def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
@@ -307,10 +365,11 @@ def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
         yield Finding(line, {"ideal_loss_nats": ideal})
 
 
-def _baseline(
-    data: DataBundle, source: TokenSource, result: Measurement, seq_len: int, chosen: list[int]
-) -> Iterator[Finding]:
+def _baseline(part: _Text, result: Measurement, number: int) -> Iterator[Finding]:
     """Loss that a model must be compared with on sequences of a split."""
+    data, source, seq_len = part.data, part.source, part.windows.seq_len
+    if data is None:
+        return
     if data.description["synthetic"]:
         ideal = data.description["ideal_loss_nats"]
         line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
@@ -326,6 +385,7 @@ def _baseline(
         first = train.read(0, _BIGRAM_TOKENS)
         train = TextSource([first], train.separator_id, train.token_bytes)
     assert isinstance(source, TextSource), "a split without text"
+    chosen = spread(number, len(part.windows))
     tokens: Ids = np.stack([source.sequence(seq_len, index) for index in chosen])
     bigram = bigram_bits_per_byte(train, source, sequences=tokens)
     is_part = train.num_tokens < data.description["train_tokens"]

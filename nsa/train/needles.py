@@ -1,0 +1,293 @@
+"""Needle in a haystack: retrieval from a long context by exact match, and prompts for lm-eval.
+
+The sentence that is hidden is that of RULER: Hsieh et al., "RULER: What's the Real Context Size of
+Your Long-Context Language Models?", arXiv:2404.06654. :func:`needle_prompts` makes its first task
+(``niah_single_1``). :class:`Needles` hides made-up words in text of the run, as
+``niah_single_2`` and ``niah_multikey_1`` do with numbers, and asks by repeating the beginning of
+the sentence, so that models without instruction tuning can answer by copying.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nsa.errors import check
+from nsa.lm.decoder import Decoder
+from nsa.lm.model import LanguageModel
+from nsa.ops.decode import MOST_QUERIES
+from nsa.train.data import TextSource, Tokenizer, TokenSource
+
+_QUESTION = "One of the special magic {kind} for {key} is:"
+_NEEDLE = _QUESTION + " {answer}.\n"
+
+# --- prompts for lm-eval --------------------------------------------------------------------------
+_BEFORE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n"
+)
+_LINE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
+_AFTER = (
+    "What is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is"
+)
+_KEYS = ("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor")
+
+
+def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Prompts, each with a key and a number of seven digits at a random depth.
+
+    Args:
+        size: bytes of a prompt; it is as long as whole lines allow.
+        number: how many.
+        seed: of keys, numbers and depths.
+
+    Yields:
+        ``prompt``, ASCII; ``answer``, the digits; ``depth``, the share of the lines before the
+        needle.
+
+    Raises:
+        ValueError: the size leaves no room for a line, or there would be no prompt.
+    """
+    random, longest = Random(seed), max(_KEYS, key=len)
+    needle, after = _NEEDLE.format(kind="numbers", key=longest, answer="0" * 7), _AFTER
+    rest = len(_BEFORE) + len(needle) + len(after.format(key=longest))
+    shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
+    check(lines > 0, "size", f"be at least {shortest} bytes", size)
+    check(0 < number <= 10**6, "number", "be from 1 to 1,000,000", number)
+    for _ in range(number):
+        key, answer = random.choice(_KEYS), str(random.randrange(10**6, 10**7))
+        before = random.randint(0, lines)
+        needle = _NEEDLE.format(kind="numbers", key=key, answer=answer)
+        text = _LINE * before + needle + _LINE * (lines - before)
+        prompt = _BEFORE + text + _AFTER.format(key=key)
+        yield {"prompt": prompt, "answer": answer, "depth": round(before / lines, 4)}
+
+
+# --- contexts of a given length -------------------------------------------------------------------
+_SYLLABLES = 3
+_VALUE_BYTES = 1 + 2 * _SYLLABLES  # with the space before the word
+_MOST_FILLER = 1 << 24  # tokens of the text that are read
+assert _VALUE_BYTES <= MOST_QUERIES  # a step takes the value, and the cache can remove it again
+
+
+@dataclass(frozen=True)
+class NeedleConfig:
+    """Contexts of ``nsa eval --needle``.
+
+    Attributes:
+        lengths: tokens of a context with question and answer; empty means the run's length.
+        depths: number of places, evenly spaced from the beginning (0) to the end (1) of the filler.
+        cases: contexts for each length and depth.
+        distractors: other needles in each context, with other keys, at random places.
+        seed: of keys, values, filler and places.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    lengths: tuple[int, ...] = ()
+    depths: int = 11
+    cases: int = 100
+    distractors: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("depths", self.depths), ("cases", self.cases)):
+            check(value > 0, f"--{name}", "be positive", value)
+        check(self.distractors >= 0, "--distractors", "be at least 0", self.distractors)
+
+    @property
+    def shortest(self) -> int:
+        """Bytes of the needles, the question and the answer: all models can have them as tokens."""
+        asked = len("\n" + _question("a" * 2 * _SYLLABLES)) + _VALUE_BYTES
+        return asked + (self.distractors + 1) * (asked + len(".\n"))
+
+
+class Case(NamedTuple):
+    """Tokens of a context up to the value that is asked for, and of the value."""
+
+    prompt: list[int]
+    value: list[int]
+
+
+class Needles:
+    """Contexts that are functions of the seed, length, depth and number.
+
+    Attributes:
+        config: see :class:`NeedleConfig`.
+        tokenizer: tokenizer of the model.
+        lengths: tokens of a context.
+        depths: share of the filler before the needle, 0 to 1, with four decimals.
+        num_tokens: see below.
+
+    Args:
+        config: see :class:`NeedleConfig`.
+        tokenizer: tokenizer of the model.
+        source: text for the filler; documents are joined, and a text that is too short repeats.
+        seq_len: length if the configuration names none.
+        num_tokens: tokens of a pass of the model, at most: several contexts, or a part of one.
+
+    Raises:
+        UserError: a synthetic task, or a length without room for needles and question.
+    """
+
+    def __init__(
+        self,
+        config: NeedleConfig,
+        tokenizer: Tokenizer,
+        source: TokenSource,
+        seq_len: int,
+        num_tokens: int,
+    ) -> None:
+        is_text, given = isinstance(source, TextSource), "a run without text"
+        check(is_text, "--needle", "be left out for a synthetic task", given)
+        assert isinstance(source, TextSource)
+        self.config, self.tokenizer, self.num_tokens = config, tokenizer, num_tokens
+        self.lengths = config.lengths or (seq_len,)
+        for length in self.lengths:
+            rule = f"be at least {config.shortest} tokens, for needles and question"
+            check(length >= config.shortest, "--lengths", rule, length)
+        text = source.read(0, _MOST_FILLER)
+        last = max(config.depths - 1, 1)
+        self.depths = [round(place / last, 4) for place in range(config.depths)]
+        self._filler = text[text != source.separator_id]
+
+    def case(self, length: int, place: int, number: int) -> Case:
+        """Make a context.
+
+        Args:
+            length: tokens of prompt and value.
+            place: index of the depth.
+            number: index of the case at this depth.
+        """
+        config, encode = self.config, self.tokenizer.encode
+        random = Random(f"{config.seed} {length} {place} {number}")
+        keys = dict[str, None]()
+        while len(keys) <= config.distractors:
+            keys[_word(random).title()] = None
+        questions = [encode("\n" + _question(key)) for key in keys]
+        values = [encode(" " + _word(random)) for _ in keys]
+        ends = encode(".\n")
+        needles = [[*ask, *value, *ends] for ask, value in zip(questions, values, strict=True)]
+        rest = length - sum(map(len, (*needles, questions[0], values[0])))
+        offsets = [
+            round(self.depths[place] * rest),
+            *(random.randint(0, rest) for _ in needles[1:]),
+        ]
+        filler = self._passage(random, rest)
+        prompt, before = list[int](), 0
+        for offset, needle in sorted(zip(offsets, needles, strict=True), key=lambda pair: pair[0]):
+            prompt += [*filler[before:offset], *needle]
+            before = offset
+        return Case([*prompt, *filler[before:], *questions[0]], values[0])
+
+    def _passage(self, random: Random, length: int) -> list[int]:
+        start = random.randint(0, max(len(self._filler) - length, 0))
+        where = np.arange(start, start + length)
+        passage: list[int] = self._filler.take(where, mode="wrap").tolist()
+        return passage
+
+
+def _question(key: str) -> str:
+    return _QUESTION.format(kind="words", key=key)
+
+
+def _word(random: Random) -> str:
+    """A pronounceable word that texts do not contain, of 343,000."""
+    consonants, vowels = "bdfgklmnprstvz", "aeiou"
+    return "".join(random.choice(consonants) + random.choice(vowels) for _ in range(_SYLLABLES))
+
+
+# --- measurement ----------------------------------------------------------------------------------
+Answers = NDArray[np.float64]  # [depths, cases, 2]: 1 for an exact match, log-probability in nats
+
+
+def find_needles(
+    model: LanguageModel, needles: Needles, length: int, compute_dtype: str
+) -> Answers:
+    """Let a model continue all contexts of a length greedily, through the decode cache.
+
+    Args:
+        model: the language model, on any device.
+        needles: the contexts.
+        length: tokens of a context.
+        compute_dtype: ``bf16`` or ``fp32``.
+
+    Returns:
+        Whether the first bytes of the continuation are the value, and the log-probability of the
+        value's tokens, each after the true ones before it.
+    """
+    config, num_tokens = needles.config, needles.num_tokens
+    indices = [(place, case) for place in range(config.depths) for case in range(config.cases)]
+    size = max(1, min(len(indices), num_tokens // length))
+    dtype = torch.bfloat16 if compute_dtype == "bf16" else None
+    decoder = Decoder(model, size, max_tokens=length + _VALUE_BYTES, compute_dtype=dtype)
+    found = list[tuple[bool, float]]()
+    for first in range(0, len(indices), size):
+        batch = [needles.case(length, *index) for index in indices[first : first + size]]
+        full = batch + batch[:1] * (size - len(batch))  # each row of the cache needs tokens
+        texts, nats = _answers(decoder, full, max(1, num_tokens // size))
+        for case, ids, value in zip(batch, texts, nats, strict=False):
+            text, wanted = map(needles.tokenizer.decode, (ids, case.value))
+            found.append((text.startswith(wanted), value))
+    return np.array(found, dtype=np.float64).reshape(config.depths, config.cases, 2)
+
+
+def _answers(
+    decoder: Decoder, cases: Sequence[Case], chunk: int
+) -> tuple[list[list[int]], list[float]]:
+    """Greedy continuations, and log-probabilities of the values; the cache is empty afterwards."""
+    device = decoder.model.embedding.weight.device
+    # The last token of the prompt belongs to the first step, for prompts of unequal lengths.
+    known = [case.prompt[:-1] for case in cases]
+    for start in range(0, max(map(len, known)), chunk):
+        decoder.prefill([tokens[start : start + chunk] for tokens in known])
+    padded = [case.value + [0] * (_VALUE_BYTES - len(case.value)) for case in cases]
+    values = torch.tensor(padded, device=device)
+    last = torch.tensor([case.prompt[-1:] for case in cases], device=device)
+    logits = decoder.step(torch.cat((last, values[:, :-1]), dim=1))
+    logs = logits.double().log_softmax(-1).gather(-1, values[..., None])[..., 0]  # [B, V]
+    sizes = torch.tensor([[len(case.value)] for case in cases], device=device)
+    is_value = torch.arange(_VALUE_BYTES, device=device) < sizes
+    nats = logs.where(is_value, 0.0).sum(-1)
+    for row, tokens in enumerate(known):
+        decoder.cache.truncate(row, len(tokens))
+    drawn = [last]
+    for _ in range(_VALUE_BYTES):
+        drawn.append(decoder.step(drawn[-1])[:, -1:].argmax(-1))
+    for row in range(len(cases)):
+        decoder.cache.free(row)
+    return torch.cat(drawn[1:], dim=1).tolist(), nats.tolist()
+
+
+def wilson(hits: float, number: int) -> tuple[float, float]:
+    """95% interval of a share (Wilson 1927).
+
+    Args:
+        hits: successes among independent trials.
+        number: trials, at least 1.
+    """
+    z, share = NormalDist().inv_cdf(0.975), hits / number
+    middle = share + z * z / (2 * number)
+    error = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
+    low, high = ((middle + sign * error) / (1 + z * z / number) for sign in (-1, 1))
+    return max(low, 0.0), min(high, 1.0)
+
+
+def row_of(answers: Answers, **about: Any) -> dict[str, Any]:
+    """Figures of answers ``[..., 2]``: share of exact matches with its interval, mean nats."""
+    hits, nats = answers.reshape(-1, 2).T
+    low, high = wilson(float(hits.sum()), hits.size)
+    share = {"exact_match": float(hits.mean()), "exact_low": low, "exact_high": high}
+    return {**about, "cases": hits.size, **share, "log_prob_nats": float(nats.mean())}

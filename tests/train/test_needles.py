@@ -1,0 +1,207 @@
+"""Needles in a haystack: contexts, answers through the decode cache, and intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.lm.model import LanguageModel
+from nsa.train import needles as module
+from nsa.train.config import DataConfig
+from nsa.train.data import ByteTokenizer, TextSource, Tokenizer, make_tokenizer
+from nsa.train.data.synthetic import SyntheticSource
+from nsa.train.needles import Case, NeedleConfig, Needles, find_needles, row_of, wilson
+from tests.train.cases import MODEL
+
+QUESTION = rb"\nOne of the special magic words for (\w+) is:"
+NEEDLE = QUESTION + rb"( [a-z]+)\.\n"
+TEXT = [b"It is a truth universally acknowledged. " * 20, b"Call me Ishmael. " * 30, b"Once. "]
+
+
+def tokenizer_of(kind: str) -> Tokenizer:
+    if kind == "byte":
+        return ByteTokenizer()
+    syllables = " ".join(map("".join, itertools.product("bdfgklm", "aeiou"))).encode()
+    return make_tokenizer(DataConfig(tokenizer="bpe", bpe_vocab_size=300), [*TEXT, syllables * 99])
+
+
+def make_needles(
+    tokenizer: Tokenizer | None = None, num_tokens: int = 1536, **settings: Any
+) -> Needles:
+    tokenizer = tokenizer or ByteTokenizer()
+    documents = tokenizer.encode_documents(TEXT)
+    source = TextSource(documents, tokenizer.separator_id, tokenizer.token_bytes)
+    return Needles(NeedleConfig(**settings), tokenizer, source, 512, num_tokens)
+
+
+class Copier:
+    """Stands in for the decoder: certain of the byte after the first match of the last line."""
+
+    def __init__(self, model: Any, batch_size: int, *, max_tokens: int, **_: Any) -> None:
+        self.model, self.cache, self.max_tokens = model, self, max_tokens
+        self.texts: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def prefill(self, tokens: Sequence[Sequence[int]]) -> None:
+        for text, new in zip(self.texts, tokens, strict=True):
+            text += new
+            assert len(text) <= self.max_tokens
+
+    def step(self, tokens: Tensor) -> Tensor:
+        logits = torch.zeros(*tokens.shape, 256)
+        for column in range(tokens.shape[1]):
+            self.prefill(tokens[:, column : column + 1].tolist())
+            for row, text in enumerate(map(bytes, self.texts)):
+                line = self.line(text)
+                logits[row, column, text[text.index(line) + len(line)]] = 50.0
+        return logits
+
+    def line(self, text: bytes) -> bytes:
+        return text[text.rindex(b"\nOne of") :]
+
+    def truncate(self, row: int, length: int) -> None:
+        del self.texts[row][length:]
+
+    def free(self, row: int) -> None:
+        self.texts[row].clear()
+
+
+class Careless(Copier):
+    """Reads no key, so it copies from the first needle."""
+
+    def line(self, text: bytes) -> bytes:
+        return text[text.rindex(b" is:") :]
+
+
+def copies(monkeypatch: pytest.MonkeyPatch, kind: type[Copier], needles: Needles) -> np.ndarray:
+    monkeypatch.setattr(module, "Decoder", kind)
+    return find_needles(LanguageModel(MODEL), needles, 512, "fp32")
+
+
+def test_a_model_that_copies_finds_every_needle(monkeypatch):
+    """One that does not read the key finds them among distractors only by chance."""
+    needles = make_needles(depths=3, cases=8)
+    for kind in (Copier, Careless):
+        found = copies(monkeypatch, kind, needles)
+        assert found.shape == (3, 8, 2)
+        assert (found[..., 0] == 1).all()
+        np.testing.assert_allclose(found[..., 1], 0, atol=1e-9)
+    needles = make_needles(depths=3, cases=8, distractors=2)
+    assert (copies(monkeypatch, Copier, needles)[..., 0] == 1).all()
+    careless = copies(monkeypatch, Careless, needles)
+    assert careless[0, :, 0].all(), "it is the first needle"
+    assert not careless[2, :, 0].any(), "it is the last needle"
+    assert (careless[2, :, 1] < -40).all()
+
+
+# --- contexts -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("distractors", [0, 3])
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_needles_are_at_their_depths(kind, distractors):
+    """The rest is a passage of the text, which is repeated if it is too short."""
+    tokenizer = tokenizer_of(kind)
+    needles = make_needles(tokenizer, depths=5, cases=2, distractors=distractors)
+    for length, place in itertools.product((512, 4096), range(5)):
+        case = needles.case(length, place, 1)
+        assert len(case.prompt) + len(case.value) == length
+        text, value = map(tokenizer.decode, (case.prompt, case.value))
+        body, key, end = re.split(QUESTION + b"$", text)
+        assert end == b""
+        assert re.fullmatch(b" [a-z]{6}", value)
+        hidden = dict(re.findall(NEEDLE, body))
+        assert len(hidden) == distractors + 1
+        assert hidden[key] == value
+        passage, before = (
+            re.sub(NEEDLE, b"", part)
+            for part in (body, body[: body.index(b"for " + key)].rpartition(b"\n")[0])
+        )
+        slack = 0.5 if kind == "byte" else 0.1 * len(passage)  # tokens spell unequal numbers
+        assert len(before) == pytest.approx(place / 4 * len(passage), abs=slack)
+        assert kind == "bpe" or passage in b"".join(TEXT) * 6
+
+
+def test_contexts_follow_from_the_seed():
+    first = make_needles(cases=3).case(512, 4, 2)
+    assert make_needles(cases=50).case(512, 4, 2) == first
+    others = [make_needles(seed=1).case(512, 4, 2), make_needles().case(512, 4, 1)]
+    assert first.value not in [case.value for case in others]
+
+
+def test_what_has_no_room_or_text_is_refused():
+    for settings, rule in (
+        ({"lengths": (200, 107)}, "--lengths must be at least 108 tokens, .* got 107"),
+        ({"distractors": 9}, "--lengths must be at least 603 tokens, .* got 512"),
+        ({"distractors": -1}, "--distractors must be at least 0, got -1"),
+        ({"cases": 0}, "--cases must be positive, got 0"),
+        ({"depths": -3}, "--depths must be positive, got -3"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            make_needles(**settings)
+    shortest = make_needles(lengths=(108,)).case(108, 0, 0)
+    assert bytes(shortest.prompt).count(b"\n") == 3
+    with pytest.raises(ValueError, match="--needle must be left out for a synthetic task"):
+        Needles(NeedleConfig(), ByteTokenizer(), SyntheticSource("copy", "validation", 0), 512, 1)
+
+
+# --- answers --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("attention", "kind"), [("nsa", "byte"), ("nsa", "bpe"), ("dense", "bpe")])
+def test_answers_are_those_of_the_model_without_a_cache(attention, kind, monkeypatch):
+    """Of one context at a time, in pieces, and of several; half of the values are the model's."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of(kind)
+    config = dataclasses.replace(MODEL, attention=attention, vocab_size=tokenizer.vocab_size)
+    model = LanguageModel(config).double().eval()
+    needles, wanted = make_needles(tokenizer, depths=2, cases=2), np.zeros((2, 2, 2))
+    cases = dict[tuple[int, int], Case]()
+    with torch.no_grad():
+        for place, number in np.ndindex(2, 2):
+            case, drawn = needles.case(150, place, number), list[int]()
+            while len(drawn) < 7:
+                drawn.append(int(model(torch.tensor(case.prompt + drawn))[-1].argmax()))
+            if (place + number) % 2:
+                case = Case(case.prompt, drawn[: len(case.value)])
+            logs = model(torch.tensor(case.prompt + case.value)).log_softmax(-1)
+            at = len(case.prompt) - 1 + np.arange(len(case.value))
+            is_found = tokenizer.decode(drawn).startswith(tokenizer.decode(case.value))
+            wanted[place, number] = is_found, logs[at, case.value].sum()
+            cases[place, number] = case
+    assert wanted[..., 0].sum() == 2
+    assert (len({len(case.value) for case in cases.values()}) > 1) == (kind == "bpe")
+    monkeypatch.setattr(needles, "case", lambda _, *index: cases[index])
+    for num_tokens in (40, 450):  # 450: three contexts, and then one
+        needles.num_tokens = num_tokens
+        found = find_needles(model, needles, 150, "fp32")
+        np.testing.assert_array_equal(found[..., 0], wanted[..., 0])
+        np.testing.assert_allclose(found[..., 1], wanted[..., 1], rtol=1e-9)
+
+
+# --- intervals ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("hits", "number"), [(0, 10), (1, 3), (50, 100), (1100, 1100)])
+def test_ends_of_the_interval_are_shares_that_are_just_rejected(hits, number):
+    """The score test that Wilson's interval inverts."""
+    z = NormalDist().inv_cdf(0.975)
+    for end in wilson(hits, number):
+        square = z * z * end * (1 - end) / number
+        assert (hits / number - end) ** 2 == pytest.approx(square, abs=1e-12)
+    assert wilson(0, 10) == pytest.approx((0, 0.277533), abs=1e-6)
+
+
+def test_figures_of_a_row():
+    answers = np.array([[[1, -1.0], [0, -3.0]], [[0, -5.0], [0, -7.0]]])
+    low, high = wilson(1, 4)
+    assert row_of(answers, length=9) == {
+        "length": 9,
+        "cases": 4,
+        "exact_match": 0.25,
+        "exact_low": low,
+        "exact_high": high,
+        "log_prob_nats": -4.0,
+    }
