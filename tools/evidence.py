@@ -40,7 +40,10 @@ EXPERIMENTS = Path(__file__).with_name("experiments.yaml")
 BOOKS = "BOOKS"  # link to the prepared data in the folder in which everything runs
 COLLECTED = ("config.yaml", "environment.json", "events.jsonl", "sample.txt", "loss.png")
 # Models in the order of the tables; the first of a group is compared with all others.
-MODELS = ("nsa-shared", "nsa", "dense-equal-parameters", "dense-equal-width")
+MODELS = (
+    *("token-max", "token-max-compressed", "nsa-shared", "nsa", "no-selection"),
+    *("dense-equal-parameters", "dense-equal-width"),
+)
 DENSE = "dense-equal-parameters"
 BITS, VALIDATION = "bits per byte", "val_bits_per_byte"
 SHOWN = (
@@ -295,6 +298,7 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
         PAIRED: differences(runs),
         f"Validation during training, {BITS}, mean over seeds.": by_step(runs),
         f"Passages of 128 tokens that are repeated, {BITS}, mean over seeds.": by_distance(runs),
+        "Needles found, share of exact matches, mean over seeds.": by_needle(runs),
         f"Test by tokens of context, {BITS}, mean over seeds.": by_position(runs),
     }
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
@@ -369,6 +373,25 @@ def by_distance(runs: Sequence[Run]) -> list[Row]:
             for text, name in (("first", "first_bits_per_byte"), ("repeated", "bits_per_byte")):
                 row[text] = fmean(one[name] for one in bins)
             found.append(row)
+    return found
+
+
+def by_needle(runs: Sequence[Run]) -> list[Row]:
+    """Needles that are found at each depth, and log-probability of the value."""
+    found = list[Row]()
+    for model in MODELS:
+        files = [run.folder / "needles.json" for run in runs if run.row["model"] == model]
+        needles = [read_json(path)["needles"] for path in files if path.exists()]
+        for cells in zip(*needles, strict=True):
+            if (length := cells[0]["length"]) is None:
+                continue
+            if not found or (found[-1]["model"], found[-1]["tokens"]) != (model, length):
+                found.append({"model": model, "seeds": len(needles), "tokens": length})
+            depth = cells[0]["depth"]
+            name = "all" if depth is None else f"{depth:.0%}"
+            found[-1][name] = fmean(cell["exact_match"] for cell in cells)
+            if depth is None:
+                found[-1]["nats"] = fmean(cell["log_prob_nats"] for cell in cells)
     return found
 
 

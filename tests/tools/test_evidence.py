@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shlex
 import shutil
@@ -35,7 +36,7 @@ def test_commands_are_taken():
 
 def test_committed_rows_have_the_settings_of_their_experiments():
     known = {one.folder: one for one in experiments()}
-    assert len(known) == 49
+    assert len(known) == 79
     rows = [*ROWS.glob("**/row.json")]
     assert len(rows) > 40
     for path in rows:
@@ -148,3 +149,22 @@ def test_committed_tables_are_made_of_the_committed_rows(tmp_path, groups):
     assert {path.name for path in tmp_path.glob("*.md")} == committed
     for path in tmp_path.glob("*.md"):
         assert path.read_text() == (ROWS / path.name).read_text(), path.name
+
+
+def test_needles_by_depth(tmp_path):
+    """One row per model and length: mean over seeds at each depth, and in all."""
+    runs = []
+    for model, seed, share in (("nsa", 1, 0.5), ("nsa", 2, 1.0), ("token-max", 1, 1.0)):
+        folder = tmp_path / f"{model}-{seed}"
+        folder.mkdir()
+        both = {"exact_match": share, "log_prob_nats": -share}
+        places = [(64, 0.0), (64, None), (128, 0.0), (128, None), (None, None)]
+        cells = [{"length": length, "depth": depth, **both} for length, depth in places]
+        (folder / "needles.json").write_text(json.dumps({"needles": cells}))
+        runs.append(evidence.Run(folder.name, folder, {"model": model, "seed": seed}, []))
+    expected = [
+        {"model": model, "seeds": seeds, "tokens": tokens, "0%": x, "all": x, "nats": -x}
+        for model, seeds, x in (("token-max", 1, 1.0), ("nsa", 2, 0.75))
+        for tokens in (64, 128)
+    ]
+    assert evidence.by_needle(runs) == expected
