@@ -157,7 +157,7 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
 
 @pytest.mark.parametrize("rollback", [8, 20])
 @pytest.mark.parametrize(
-    "number", [OPERATIONS // 10, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
+    "number", [OPERATIONS // 4, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
 )
 def test_cache(number, rollback):
     rng, driven, num_refused = random.Random(1), Driven(rollback), 0
