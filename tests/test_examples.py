@@ -40,17 +40,9 @@ def test_llama_is_dense_up_to_the_selected_tokens(capsys: pytest.CaptureFixture[
 
 def test_training_on_own_text(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("The sea was calm and the letter was long. " * 200)
-    small = [
-        "--steps",
-        "2",
-        "--optim.warmup-steps",
-        "1",
-        "--sample-tokens",
-        "0",
-        "--model.num-layers",
-        "1",
-    ]
-    command = ["sh", str(ROOT / "examples/own_text.sh"), "letters.txt", *small]
+    small = """--steps 2 --optim.warmup-steps 1 --sample-tokens 0 --model.num-layers 1
+        --seq-len 128 --micro-batch 2 --global-batch 2 --eval-windows 1"""
+    command = ["sh", str(ROOT / "examples/own_text.sh"), "letters.txt", *small.split()]
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

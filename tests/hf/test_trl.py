@@ -14,8 +14,13 @@ for name in ("trl", "peft", "datasets"):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("has_adapters", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "has_adapters"),
+    [
+        *((kind, False) for kind in KINDS),
+        *((kind, True) for kind in ("SFT checkpointed", "Reward", "GRPO")),
+    ],
+)
 def test_five_steps(kind: str, has_adapters: bool, tmp_path: Path) -> None:
     tiny(vocab_size=256).float().save_pretrained(tmp_path / "model")
     exported = tmp_path / "model"

@@ -13,6 +13,7 @@
   broadcasting. Here they are looked at first, as is a Python number beside a tensor.
 - A scan with a combine function takes the elements one by one, too, and what is to be patched is
   searched for at each launch.
+- A sort takes many steps of some twenty operations. Here NumPy sorts integers.
 """
 
 from __future__ import annotations
@@ -78,6 +79,23 @@ def scan(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
         )
     columns = [np.stack(column, self.axis) for column in zip(*rows, strict=True)]
     return as_tensors(tuple(columns))
+
+
+def sort(original: Any) -> Any:
+    """Replaces ``sort_impl``."""
+
+    def sort_integers(x: Any, k: Any = None, dim: Any = None, descending: Any = False) -> Any:
+        if not x.dtype.is_int():
+            return original(x, k, dim, descending)
+        assert core._unwrap_if_constexpr(dim) in (None, len(x.shape) - 1)
+        ordered = np.sort(x.handle.data, axis=-1)
+        if core._unwrap_if_constexpr(descending):
+            ordered = ordered[..., ::-1]
+        ordered = np.ascontiguousarray(ordered[..., : core._unwrap_if_constexpr(k)])
+        handle = interpreter.TensorHandle(ordered, x.dtype)
+        return core.tensor(handle, core.block_type(x.dtype, list(ordered.shape)))
+
+    return sort_integers
 
 
 def patch_once(original: Any) -> Any:
@@ -257,19 +275,56 @@ def together(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))
 
 
+def spread(data: Any, sizes: tuple[int, ...]) -> Any:
+    """A copy of one shape: ``np.broadcast_to`` and ``np.full`` take longer for small tiles."""
+    out = np.empty(sizes, data.dtype)
+    out[...] = data
+    return out
+
+
+def expand(original: Any) -> Any:
+    """Replaces ``expand_dims``."""
+
+    def expand_dims(self: Any, x: Any, axis: int) -> Any:
+        if axis < 0 or not x.type.is_block():
+            return original(self, x, axis)
+        sizes = x.handle.data.shape
+        sizes = (*sizes[:axis], 1, *sizes[axis:])
+        handle = interpreter.TensorHandle(x.handle.data.reshape(sizes), x.dtype)
+        return core.tensor(handle, core.block_type(x.dtype, sizes))
+
+    return expand_dims
+
+
+def convert(original: Any) -> Any:
+    """Replaces ``cast``."""
+    whole = ("int1", "int32", "int64")
+    plain = {(a, b) for a in whole for b in ("int32", "int64", "fp32", "fp64")} | {("fp32", "fp64")}
+
+    def cast(self: Any, x: Any, wanted: Any, *rounding: Any, **more: Any) -> Any:
+        a, b = x.dtype.name, wanted.scalar.name
+        if a == b or (a, b) not in plain:
+            return original(self, x, wanted, *rounding, **more)
+        wanted = wanted.scalar
+        data = x.handle.data.astype(interpreter._get_np_dtype(wanted))
+        kind = x.type.with_element_ty(wanted) if x.type.is_block() else wanted
+        return core.tensor(interpreter.TensorHandle(data, wanted), kind)
+
+    return cast
+
+
 def broadcast(original: Any) -> Any:
     """Replaces ``broadcast_impl_value``."""
 
     def splat(x: Any, like: Any) -> Any:
-        kind = like.with_element_ty(x.dtype)
-        return core.tensor(builder.create_splat(kind, x.handle), kind)
+        data = spread(x.handle.data, tuple(like.shape.values))
+        return core.tensor(interpreter.TensorHandle(data, x.dtype), like.with_element_ty(x.dtype))
 
     def enlarge(x: Any, sizes: tuple[int, ...]) -> Any:
         if tuple(x.type.shape.values) == sizes:
             return x
-        return core.tensor(
-            builder.create_broadcast(x.handle, sizes), core.block_type(x.dtype, sizes)
-        )
+        handle = interpreter.TensorHandle(spread(x.handle.data, sizes), x.dtype)
+        return core.tensor(handle, core.block_type(x.dtype, sizes))
 
     def broadcast_both(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
@@ -293,13 +348,21 @@ WHOLE, REAL = {"int32", "int64"}, {"fp32", "fp64"}
 def operands(original: Any) -> Any:
     """Replaces ``binary_op_type_checking_impl``."""
 
+    blocks: dict[tuple[Any, ...], Any] = {}
+
     def with_number(self: Any, x: Any, number: Any) -> Any:
         """A number as a constant of the tensor's type, where no rule says otherwise."""
         name, kind = x.dtype.name, type(number)
         small = kind is int and -(2**31) <= number < 2**31
-        if (small and (name in WHOLE or name in REAL)) or (kind is float and name in REAL):
+        if not ((small and (name in WHOLE or name in REAL)) or (kind is float and name in REAL)):
+            return None
+        if not x.type.is_block():
             return self.scalar_constant(number, x.dtype)
-        return None
+        key = number, name, x.handle.data.shape
+        if key not in blocks:
+            blocks[key] = spread(self.scalar_constant(number, x.dtype).handle.data, key[2])
+            blocks[key].flags.writeable = False
+        return core.tensor(interpreter.TensorHandle(blocks[key], x.dtype), x.type)
 
     def check(self: Any, lhs: Any, rhs: Any, *rules: Any, **more: Any) -> tuple[Any, Any]:
         left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
@@ -312,9 +375,9 @@ def operands(original: Any) -> Any:
             if rules[:1] == (True,) and lhs.dtype.is_ptr() and b in WHOLE:
                 return self.broadcast_impl_value(lhs, rhs)
         elif left and (constant := with_number(self, lhs, rhs)) is not None:
-            return self.broadcast_impl_value(lhs, constant)
+            return lhs, constant
         elif right and (constant := with_number(self, rhs, lhs)) is not None:
-            return self.broadcast_impl_value(constant, rhs)
+            return constant, rhs
         return original(self, lhs, rhs, *rules, **more)
 
     return check
@@ -324,6 +387,7 @@ def install() -> None:
     """For the rest of the process."""
     interpreter.ReduceOps.generic_reduce = fold
     interpreter.ScanOps.generic_scan = scan
+    tl.standard.sort_impl = sort(tl.standard.sort_impl)
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
@@ -337,5 +401,7 @@ def install() -> None:
     core.dtype.__eq__ = equal_types(core.dtype.__eq__)
     core._unwrap_if_constexpr = unwrap(core._unwrap_if_constexpr)
     semantic.scalar_constant = constants(semantic.scalar_constant)
+    semantic.expand_dims = expand(semantic.expand_dims)
+    semantic.cast = convert(semantic.cast)
     semantic.broadcast_impl_value = broadcast(semantic.broadcast_impl_value)
     semantic.binary_op_type_checking_impl = operands(semantic.binary_op_type_checking_impl)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nsa import NativeSparseAttention
 from nsa.ops import _register
 from nsa.ops._backend import as_on_gpu
 from nsa.ops.embedding import embed_backward_op
+from nsa.ops.projection import ops as projection
 from tests.ops.cases import small
 from tests.ops.public import Case
 from tests.ops.registration import (
@@ -27,11 +29,18 @@ from tests.ops.registration import (
 )
 
 CONFIG = small(num_heads=2, num_kv_heads=1, value_dim=16, phi="linear")
-CASE = Case(CONFIG, (20, 9))
+CASE = Case(CONFIG, (18, 3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Those of a projection share its heads, each for few tokens."""
+    with mock.patch.multiple(projection, FEW_TOKENS=0, SOME_TOKENS=0):
+        yield
 
 
 @pytest.fixture(scope="module")
-def calls():
+def calls(few_programs):
     return record_calls(
         CASE, [dataclasses.replace(CASE, config=dataclasses.replace(CONFIG, phi="mlp"))]
     )

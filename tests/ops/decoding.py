@@ -39,7 +39,7 @@ class Decoded:
     def of(
         cls, case: Case, num_chunks: int = 1, steps: Sequence[int] = (), poisoned: int | None = None
     ) -> Decoded:
-        """Fill a cache by kernels with the tokens before the queries.
+        """Fill a cache with the tokens before the queries.
 
         Args:
             case: the case.
@@ -98,7 +98,8 @@ class Decoded:
     ) -> Tensor:
         """Give the layer tokens, with random queries unless they are given.
 
-        A step is one of decode kernels: all sequences have as many tokens.
+        A step is one of decode kernels: all sequences have as many tokens. What other tokens attend
+        to is not looked at, and takes the interpreter long.
         """
         case, config, x = self.case, self.case.config, self.x
         gates, q_cmp = (x.gates, self.q_cmp) if q is not None else (None, None)
@@ -114,7 +115,8 @@ class Decoded:
         else:
             offsets = packed_offsets(counts, q.device)
             sequences = Sequences.packed(offsets, max(counts), num_tokens=len(rows))
-        with mock.patch.object(cache, "choose_backend", return_value="triton"):
+        backend = "triton" if is_step or case.device != "cpu" else "reference"
+        with mock.patch.object(cache, "choose_backend", return_value=backend):
             return self.cache.layers[0].attend(
                 inputs, rope=Rope.from_config(config), sequences=sequences
             )
@@ -141,10 +143,13 @@ class Decoded:
         for b, n in enumerate(self.before):
             self.cache.truncate(b, n)
 
-    def check(self) -> None:
-        """A step against fp64, its selection by the compressed keys as stored; its reads."""
+    def check(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """A step against fp64, its selection by the compressed keys as stored; its reads.
+
+        Returns the step.
+        """
         case, config, x = self.case, self.case.config, self.x
-        out, ids, reads = self.step()
+        out, ids, reads = found = self.step()
         phi_k, phi_v = phi_of(parameters_of(case)) or (None, None)
         phi = Phi(phi_k, phi_v, Rope.from_config(config))
         by_token, inputs = config.scores == "token_max", named_tensors(x)
@@ -169,6 +174,7 @@ class Decoded:
             agree(sampled_selection(scored, stored, sample, config).agreement(ids))
         check_sampled(values("attention", inputs, sample), {"out": out}, *more)
         assert reads.tolist() == self.expected_reads(ids).tolist()
+        return found
 
     def compressed_keys(self) -> Tensor:
         """Compressed keys in the cache, packed."""

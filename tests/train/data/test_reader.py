@@ -229,7 +229,7 @@ def test_a_damaged_file_among_others_is_named(tmp_path):
 def test_a_mistyped_path_is_refused_before_the_hub_is_asked(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("nsa.train.data.reader._reading_process", None)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["data", "prepare", source, "--out", "out"]) == 2
+    assert cli.main(["data", "prepare", source, "--out", "out", "--tokenizer", "byte"]) == 2
     assert f"source must exist, got {source}. It is no name on the hub" in capsys.readouterr().err
     assert not Path("out").exists()
     with pytest.raises(DataUnavailableError):

@@ -82,7 +82,7 @@ def test_kernels_are_counted_through_the_hook_of_triton(counter, monkeypatch):
 @pytest.fixture
 def traced(monkeypatch):
     """``torch.compile`` without a C++ compiler; every size is a constant to it."""
-    quick = functools.partial(torch.compile, backend="aot_eager", dynamic=False)
+    quick = functools.partial(torch.compile, backend="eager", dynamic=False)
     monkeypatch.setattr(torch, "compile", quick)
     torch.compiler.reset()
     yield
