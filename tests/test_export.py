@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +20,22 @@ SHAPES = [(1, 1), (3, 2), (1, 3), (2, 5), (5, 8), (2, 17), (1, 130)]
 BATCH, LENGTH = Dim("batch"), Dim("length")
 PATTERNS: dict[str, dict[str, Any]] = {
     "mean": {"rope_scaling": RopeScaling("yarn", 4.0, 64)},
-    "linear, coarse blocks": {"phi": "linear", "coarse_block_size": 32, "num_coarse_blocks": 4},
-    "mlp, shared keys": {"phi": "mlp", "share_kv": True, "gate": "softmax"},
-    "fp8 scores": {"score_precision": "fp8", "qk_norm": True, "compress_rope": "none"},
-    "table": {"num_selected_blocks_table": ((-1, 40, 3),), "gate_hidden_size": 8},
-    "selected": {"branches": ("slc",), "gate": "fixed"},
+    "linear, coarse blocks, table": {
+        "phi": "linear",
+        "coarse_block_size": 32,
+        "num_coarse_blocks": 4,
+        "num_selected_blocks_table": ((-1, 40, 3),),
+        "gate_hidden_size": 8,
+    },
+    "mlp, shared keys, fp8 scores": {
+        "phi": "mlp",
+        "share_kv": True,
+        "gate": "softmax",
+        "score_precision": "fp8",
+        "qk_norm": True,
+        "compress_rope": "none",
+    },
+    "by token": {"scores": "token_max", "branches": ("slc",), "gate": "fixed"},
 }
 
 
@@ -43,11 +53,8 @@ def check_program(
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "strict"),
-    [*zip(PATTERNS, itertools.cycle([False, True]), strict=False), ("mean", True)],
-)
-def test_a_layer(pattern: str, strict: bool) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_layer(pattern: str) -> None:
     torch.manual_seed(0)
     layer = NativeSparseAttention(32, small(**PATTERNS[pattern])).double()
 
@@ -56,12 +63,13 @@ def test_a_layer(pattern: str, strict: bool) -> None:
             "x": torch.sin(torch.arange(batch * length * 32.0).double()).view(batch, length, 32)
         }
 
-    check_program(layer, make, 5 if pattern == "mean" else 70, strict)
+    is_first = pattern == "mean"
+    check_program(layer, make, 5 if is_first else 70, strict=is_first)
 
 
-@pytest.mark.parametrize(("attention", "strict"), [("nsa", False), ("nsa", True), ("dense", False)])
+@pytest.mark.parametrize(("attention", "strict"), [("nsa", True), ("dense", False)])
 def test_a_language_model(attention: str, strict: bool) -> None:
-    model = tiny(attention=attention)
+    model = tiny(attention=attention, num_layers=1)
     check_program(model.lm, lambda *shape: {"tokens": tokens(*shape)}, 70, strict)
 
 
@@ -71,4 +79,4 @@ def test_a_padded_batch_of_transformers() -> None:
         mask[0, : length // 3] = 0
         return {"input_ids": tokens(batch, length), "attention_mask": mask}
 
-    check_program(tiny(), make, 70, strict=True)
+    check_program(tiny(num_layers=1), make, 70, strict=False)
