@@ -133,7 +133,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether FSDP2 splits the tensor over processes."""
-    # FSDP2 imports DTensor. Importing it here would cost every command a second.
+    # FSDP2 imports DTensor. Importing it here would cost `nsa generate` a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch._dynamo import config as dynamo
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
@@ -22,9 +23,6 @@ from nsa.train.config import ParallelConfig
 from nsa.train.distributed.processes import Processes, own_part
 from nsa.train.loss import NextTokenLoss
 from nsa.train.telemetry.throughput import MIB
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +141,6 @@ class Sharded(Replicated):
         processes: Processes,
         device: torch.device,
     ) -> None:
-        # A second of imports that other runs do without.
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         super().__init__(loss, config, processes, device)
         mesh = init_device_mesh(device.type, (processes.world_size,))
         gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None
@@ -167,7 +162,7 @@ class Sharded(Replicated):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Set the mode until the next call: gradients are reduced in the last micro-batch."""
-        root = cast("FSDPModule", self.loss)
+        root = cast(FSDPModule, self.loss)
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
         return nullcontext()
@@ -179,7 +174,7 @@ class Sharded(Replicated):
 
     def reshard(self) -> None:
         """Shard the outermost unit again; only a backward pass does so automatically."""
-        cast("FSDPModule", self.loss).reshard()
+        cast(FSDPModule, self.loss).reshard()
 
 
 def _reduce_dtype(config: ParallelConfig) -> torch.dtype:
