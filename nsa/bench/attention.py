@@ -112,6 +112,8 @@ class Provider:
         if self.attend is not None:
             branch = "win" if case.name == "attention.window" else "slc"
             names = ("q", f"k_{branch}", f"v_{branch}")
+        elif case.name == "attention":  # without those of branches that are off
+            names = tuple(x for x in names if {*x.split("_")[1:2]} <= {*config.branches})
         # FlexAttention on a CPU refuses inputs with gradients.
         needs_grad = mode == "fwd_bwd"
         inputs = {name: tensors[name].detach().requires_grad_(needs_grad) for name in names}

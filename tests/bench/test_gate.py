@@ -20,6 +20,7 @@ SMALL = NSAConfig(4, 2, 16, 32, 8, 4, 16, num_selected_blocks=4, window_size=32)
 
 
 BY_TOKEN = replace(SMALL, scores="token_max")
+UNCOMPRESSED = replace(BY_TOKEN, branches=("slc", "win"))
 
 
 @cache
@@ -49,6 +50,7 @@ def gradients(
     [
         *((name, SMALL) for name in sorted(CASES)),
         *((name, BY_TOKEN) for name in ("attention", "attention.choice")),
+        ("attention", UNCOMPRESSED),
     ],
 )
 def test_right_results_pass(name: str, config: NSAConfig, dtype: torch.dtype) -> None:
