@@ -31,7 +31,7 @@ import yaml
 from nsa.bench.report import markdown, table
 from nsa.lm.baseline import parameters_by_part
 from nsa.train.checkpoint import list_checkpoints
-from nsa.train.evaluation import interval
+from nsa.train.evaluation import interval, student_t
 from nsa.train.load import load_config
 from nsa.train.measurements import compare
 
@@ -292,7 +292,12 @@ def lines_of(rows: Sequence[Row]) -> str:
 
 def group_tables(runs: Sequence[Run]) -> list[str]:
     """Tables of runs that are compared."""
-    cells = [{"run": run.name} | {name: run.row.get(name) for name in SHOWN} for run in runs]
+    cells = [
+        {"run": run.name}
+        | {name: run.row.get(name) for name in SHOWN}
+        | {"memory_mib": max(row.get("memory_allocated_mib", 0) for row in run.metrics)}
+        for run in runs
+    ]
     tables = {
         "Fields of the rows ([README](README.md)).": cells,
         PAIRED: differences(runs),
@@ -363,17 +368,43 @@ def by_step(runs: Sequence[Run]) -> list[Row]:
 
 
 def by_distance(runs: Sequence[Run]) -> list[Row]:
-    """Loss of repeated passages by the distance back to them."""
+    """Loss of repeated passages by the distance back to them, and their gain beside dense's."""
+    repeats = {
+        (run.row["model"], run.row["seed"]): read_json(path)["repeats"]
+        for run in runs
+        if (path := run.folder / "repeats.json").exists()
+    }
     found = list[Row]()
     for model in MODELS:
-        files = [run.folder / "repeats.json" for run in runs if run.row["model"] == model]
-        repeats = [read_json(path)["repeats"] for path in files if path.exists()]
-        for bins in zip(*repeats, strict=True):
-            row = {"model": model, "seeds": len(repeats), "tokens back": bins[0]["distance"]}
+        seeds = [seed for name, seed in repeats if name == model]
+        for n, bins in enumerate(zip(*(repeats[model, seed] for seed in seeds), strict=True)):
+            row = {"model": model, "seeds": len(seeds), "tokens back": bins[0]["distance"]}
             for text, name in (("first", "first_bits_per_byte"), ("repeated", "bits_per_byte")):
                 row[text] = fmean(one[name] for one in bins)
+            row["gain"] = fmean(map(gain, bins))
+            pairs = [
+                gain(repeats[model, seed][n]) - gain(repeats[DENSE, seed][n])
+                for seed in seeds
+                if model != DENSE and (DENSE, seed) in repeats
+            ]
+            row["minus dense"] = f"{fmean(pairs):+.4f}" if pairs else None
+            row["over seeds"] = over_seeds(pairs)
             found.append(row)
     return found
+
+
+def gain(repeated: Row) -> float:
+    """Bits per byte that a passage costs less than where it first occurs."""
+    return float(repeated["first_bits_per_byte"] - repeated["bits_per_byte"])
+
+
+def over_seeds(differences: Sequence[float]) -> str | None:
+    """Interval of the mean of paired differences by Student's t, 95%; None for a single one."""
+    number = len(differences)
+    if number < 2:
+        return None
+    error = student_t(number - 1.0) * statistics.stdev(differences) / number**0.5
+    return f"{fmean(differences) - error:+.4f} to {fmean(differences) + error:+.4f}"
 
 
 def by_needle(runs: Sequence[Run]) -> list[Row]:

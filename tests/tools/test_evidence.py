@@ -168,3 +168,23 @@ def test_needles_by_depth(tmp_path):
         for tokens in (64, 128)
     ]
     assert evidence.by_needle(runs) == expected
+
+
+def test_gains_are_compared_with_dense_of_equal_seeds(tmp_path):
+    """Three pairs with differences .1, .2, .3: Student's t with 2 degrees of freedom is 4.303."""
+    runs = []
+    for model, repeated in (("token-max", (0.9, 0.8, 0.7)), ("dense-equal-parameters", (1.0,) * 4)):
+        for seed, loss in enumerate(repeated):
+            folder = tmp_path / f"{model}-{seed}"
+            folder.mkdir()
+            bins = [{"distance": 512, "first_bits_per_byte": 1.5, "bits_per_byte": loss}]
+            (folder / "repeats.json").write_text(json.dumps({"repeats": bins}))
+            runs.append(evidence.Run(folder.name, folder, {"model": model, "seed": seed}, []))
+    ours, dense = evidence.by_distance(runs)
+    assert (ours["seeds"], dense["seeds"]) == (3, 4)
+    assert ours["gain"] == pytest.approx(0.7)
+    assert ours["minus dense"] == "+0.2000"
+    low, high = map(float, ours["over seeds"].split(" to "))
+    error = 4.303 * 0.1 / 3**0.5
+    assert (low, high) == pytest.approx((0.2 - error, 0.2 + error), abs=5e-3)
+    assert (dense["minus dense"], dense["over seeds"]) == (None, None)
