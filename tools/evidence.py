@@ -39,11 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = Path(__file__).with_name("experiments.yaml")
 BOOKS = "BOOKS"  # link to the prepared data in the folder in which everything runs
 COLLECTED = ("config.yaml", "environment.json", "events.jsonl", "sample.txt", "loss.png")
-# Models in the order of the tables; the first of a group is compared with all others.
-MODELS = (
-    *("token-max", "token-max-compressed", "nsa-shared", "nsa", "no-selection"),
-    *("dense-equal-parameters", "dense-equal-width"),
-)
+MODELS = tuple(yaml.safe_load(EXPERIMENTS.read_text(encoding="utf-8"))["models"])
 DENSE = "dense-equal-parameters"
 BITS, VALIDATION = "bits per byte", "val_bits_per_byte"
 SHOWN = (
@@ -91,7 +87,7 @@ def experiments() -> Iterator[Experiment]:
         words = [read["settings"][name] for name in one["settings"].split()] + [one.get("more", "")]
         for model, (seeds, rates) in one["runs"].items():
             for seed, lr in itertools.product(seeds, rates):
-                values = {"model": read["names"][model], "seed": seed, "lr": lr}
+                values = {"model": read["names"].get(model, model), "seed": seed, "lr": lr}
                 folder = f"{group}/{one['name'].format(**values)}".rstrip("/")
                 train = " ".join([read["models"][model], *words]).format(**values)
                 commands = {

@@ -36,7 +36,6 @@ def test_commands_are_taken():
 
 def test_committed_rows_have_the_settings_of_their_experiments():
     known = {one.folder: one for one in experiments()}
-    assert len(known) == 79
     rows = [*ROWS.glob("**/row.json")]
     assert len(rows) > 40
     for path in rows:
