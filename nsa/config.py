@@ -78,7 +78,8 @@ class NSAConfig:
             ``num_selected_blocks``, which is still the width of the indices; the first matching
             row applies. See :meth:`for_layer`.
         scores: scores by which blocks are selected: ``compressed`` are the probabilities of the
-            compressed keys (Eq. 9), ``token_max`` the largest weight of a token of the block.
+            compressed keys (Eq. 9), ``token_max`` the largest weight of a token of the block;
+            ``random`` are hashes, a control for experiments that selects without content.
         coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. If set,
             blocks are selected in two stages: the mean compressed key of each coarse block is
             scored first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks
@@ -126,7 +127,7 @@ class NSAConfig:
     num_init_blocks: int = 1
     num_local_blocks: int = 2
     num_selected_blocks_table: tuple[tuple[int, int, int], ...] = ()
-    scores: Literal["compressed", "token_max"] = "compressed"
+    scores: Literal["compressed", "token_max", "random"] = "compressed"
     coarse_block_size: int | None = None
     num_coarse_blocks: int = 0
     score_precision: Literal["exact", "fp8"] = "exact"

@@ -166,7 +166,7 @@ class NativeSparseAttention(nn.Module):
 
     With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
     gradient reaches their projection and phi, so these are frozen, and a log line reports it. With
-    scores ``token_max`` there are no compressed keys, and nothing is frozen.
+    other scores there are no compressed keys, and nothing is frozen.
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
@@ -402,7 +402,7 @@ class NativeSparseAttention(nn.Module):
         x, sequences = open_layer_input(x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
-        if config.scores == "token_max":
+        if config.scores != "compressed":
             assert inputs.k_slc is not None
             return select_blocks(inputs.q, inputs.k_slc, None, config, **rest)
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp

@@ -8,6 +8,7 @@ those of the page.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -263,6 +264,19 @@ def rounded(x: Array) -> Array:
     """fp8: the numbers of x, of which the largest becomes 448, in e4m3, times their fp32 scale."""
     scale = np.float32(np.abs(x).max()) / np.float32(448)
     return e4m3((x.astype(np.float32) / scale).astype(np.float64)) * float(scale) if scale else x
+
+
+def random_scores(positions: range, num_heads: int, num_blocks: int) -> np.ndarray:
+    """Scores ``[T, Hkv, M]`` of ``random``, by Python's integers modulo 2**64."""
+
+    def mixed(position: int, head: int, block: int) -> float:
+        number = (((position * num_heads + head) << 24) + block) % 2**64
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            number = (number ^ (number >> 33)) * factor % 2**64
+        return (number >> 40) / 2**24
+
+    places = itertools.product(positions, range(num_heads), range(num_blocks))
+    return np.array([mixed(*place) for place in places]).reshape(-1, num_heads, num_blocks)
 
 
 def token_max_scores(

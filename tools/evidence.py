@@ -299,7 +299,10 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
         PAIRED: differences(runs),
         f"Validation during training, {BITS}, mean over seeds.": by_step(runs),
         f"Passages of 128 tokens that are repeated, {BITS}, mean over seeds.": by_distance(runs),
-        "Needles found, share of exact matches, mean over seeds.": by_needle(runs),
+        "Needles found, share of exact matches, mean over seeds.": by_needle(runs, "needles"),
+        "The same with passages of the text, 64 tokens, of which the last 8 are asked for.": (
+            by_needle(runs, "passages")
+        ),
         f"Test by tokens of context, {BITS}, mean over seeds.": by_position(runs),
     }
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
@@ -403,11 +406,11 @@ def over_seeds(differences: Sequence[float]) -> str | None:
     return f"{fmean(differences) - error:+.4f} to {fmean(differences) + error:+.4f}"
 
 
-def by_needle(runs: Sequence[Run]) -> list[Row]:
+def by_needle(runs: Sequence[Run], kind: str) -> list[Row]:
     """Needles that are found at each depth, and log-probability of the value."""
     found = list[Row]()
     for model in MODELS:
-        files = [run.folder / "needles.json" for run in runs if run.row["model"] == model]
+        files = [run.folder / f"{kind}.json" for run in runs if run.row["model"] == model]
         needles = [read_json(path)["needles"] for path in files if path.exists()]
         for cells in zip(*needles, strict=True):
             if (length := cells[0]["length"]) is None:

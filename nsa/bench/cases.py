@@ -35,6 +35,7 @@ CHOICES = {"random": 1, "shared4": 4, "shared16": 16, "recorded": 1}
 # select (nearly) the same blocks.
 OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
+BRANCHES = {"attention.compressed": "cmp", "attention.selected": "slc", "attention.window": "win"}
 WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
 
 
@@ -211,7 +212,7 @@ def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
 
 def scoring_keys(config: NSAConfig) -> str:
     """Name of the keys that the selection scores."""
-    return "k_slc" if config.scores == "token_max" else "k_cmp"
+    return "k_cmp" if config.scores == "compressed" else "k_slc"
 
 
 def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -334,7 +335,7 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     """Count the useful operations (``flops``) of a case, or ``bytes`` if it only moves data.
 
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
-    ``6 D + 4 Dv`` more backward. Whole attention is the sum of its three branches; selection counts
+    ``6 D + 4 Dv`` more backward. Whole attention is the sum of its branches; selection counts
     one product with every visible compressed key. With ``token_max`` it is one with every visible
     token, which whole attention counts, too. Bytes are each input and output once; a backward pass
     adds their gradients, and the inputs again if it needs them.
@@ -352,7 +353,7 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     if name == "attention.choice":
         counted, operations = ("dense" if by_token else "attention.compressed",), 2 * size
     if name == "attention":
-        counted = ("attention.compressed", "attention.selected", "attention.window")
+        counted = tuple(case for case, branch in BRANCHES.items() if branch in config.branches)
         more = 2 * size * pairs("dense", seq_len, config) if by_token else 0
     if dense:
         counted, more = ("dense",), 0

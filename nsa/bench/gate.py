@@ -9,7 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nsa.bench.cases import CASES, Problem, Tensors, prepare, scoring_keys, selected_counts
+from nsa.bench.cases import (
+    BRANCHES,
+    CASES,
+    Problem,
+    Tensors,
+    prepare,
+    scoring_keys,
+    selected_counts,
+)
 from nsa.bench.clock import Fields, judge
 from nsa.config import NSAConfig
 from nsa.rope import Rope
@@ -31,12 +39,6 @@ SAMPLED_QUERIES, SAMPLED_KEYS, SAMPLED_SELECTIONS = 68, 18, 256
 # and very long sequences, for which the oracle would take minutes.
 _TAIL = 1024
 _LONGEST_WHOLE = 262_144
-
-_BRANCHES = {
-    "attention.compressed": "cmp",
-    "attention.selected": "slc",
-    "attention.window": "win",
-}
 
 
 class Gate:
@@ -126,7 +128,7 @@ class Gate:
             return self._combined(dtype)
         if case == "attention.compress":
             return self._compressed(dtype)
-        name, branch = _BRANCHES.get(case, "slc"), _BRANCHES.get(case, "win")
+        name, branch = BRANCHES.get(case, "slc"), BRANCHES.get(case, "win")
         if case == "dense":  # a window as long as the sequence
             seq_len = self.problem.point.seq_len
             config = replace(config, window_size=seq_len)

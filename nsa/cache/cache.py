@@ -334,8 +334,8 @@ class LayerCache:
     Attributes:
         tensors: the layer's memory, reserved at its first tokens.
         block_indices: block indices of the last tokens, None if no blocks were selected.
-        is_exact: whether blocks are scored exactly. Steps with approximate scores run the training
-            operators, which cannot be captured in a CUDA graph.
+        has_kernels: whether decode kernels score the blocks. Steps with approximate or random
+            scores run the training operators, which cannot be captured in a CUDA graph.
         reads: counter of keys read, or None, see ``nsa.ops.decode.launch.attend``.
     """
 
@@ -344,7 +344,8 @@ class LayerCache:
         self.tensors: CacheTensors | None = None
         self.block_indices: Tensor | None = None
         self.reads: Tensor | None = None
-        self.is_exact = config.coarse_block_size is None and config.score_precision == "exact"
+        approximates = config.coarse_block_size is not None or config.score_precision != "exact"
+        self.has_kernels = not approximates and config.scores != "random"
 
     def lengths(self, sequences: Sequences, num_tokens: int) -> Tensor:
         """Cached tokens of each sequence before ``num_tokens`` new ones, int32 ``[B]``.
@@ -381,7 +382,7 @@ class LayerCache:
         step = self._cache.begin(self._layer, sequences, inputs.q.shape[0])
         tensors = self._tensors(inputs)
         is_short = sequences.offsets is None and 0 < sequences.len_q <= MOST_QUERIES
-        if backend == "triton" and is_short and self.is_exact:
+        if backend == "triton" and is_short and self.has_kernels:
             self._cache.writes(step)
             out = self._decode(inputs, rope, sequences.len_q, tensors)
         else:

@@ -37,6 +37,7 @@ def evaluate(
     cases: int = 100,
     distractors: int = 0,
     seed: int = 0,
+    passage: int = 0,
 ) -> int:
     """Measure a trained model on text.
 
@@ -71,6 +72,7 @@ def evaluate(
         cases: contexts for each length and depth
         distractors: similar sentences about other words in each context
         seed: seed of the contexts
+        passage: hide a passage of the text of so many tokens instead of a made-up word
     """
     from nsa.train.run_folder import RunFolder
 
@@ -98,7 +100,7 @@ def evaluate(
             micro_batch=micro_batch,
             save=save,
             repeat=repeat,
-            needle=_needles(needle, lengths, depths, cases, distractors, seed),
+            needle=_needles(needle, lengths, depths, cases, distractors, seed, passage),
         ):
             figures |= finding.figures
             if not json:

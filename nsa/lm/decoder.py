@@ -75,10 +75,10 @@ class Decoder:
 
     def _read_weights(self) -> None:
         model, dtype = self.model, self.dtype
-        is_exact = all(layer.is_exact for layer in self.cache.layers)
+        has_kernels = all(layer.has_kernels for layer in self.cache.layers)
         devices = {weight.device for weight in model.parameters()}
         is_hooked = have_hooks(model.modules())
-        self._is_captured = is_exact and len(devices) == 1 and not is_hooked
+        self._is_captured = has_kernels and len(devices) == 1 and not is_hooked
         self._layers: list[StepLayer | DecoderLayer] = [
             StepLayer(layer, dtype) if is_plain_layer(layer) else layer
             for layer in model.decoder_layers()

@@ -38,6 +38,7 @@ from nsa.ops.selection.reference import (
     choose_blocks,
     coarse_keys,
     kept_coarse,
+    random_scores,
     ranked_coarse,
     token_max_scores,
 )
@@ -479,14 +480,14 @@ def sampled_selection(
 
     Args:
         q: packed ``[T, Hq, D]``, as stored: two implementations must see the same values.
-        k: packed compressed keys ``[C, Hkv, D]``; with ``token_max`` those of the selected branch,
+        k: packed compressed keys ``[C, Hkv, D]``; with other scores those of the selected branch,
             ``[S, Hkv, D]``.
         sample: the queries.
         config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
     scale = config.head_dim**-0.5 if scale is None else scale
-    by_token = config.scores == "token_max"
+    by_token = config.scores != "compressed"
     positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
     first = sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)
     num_keys = positions + 1 if by_token else num_compressed(positions + 1, config)
@@ -522,6 +523,8 @@ def _select(
         largest = products.abs().amax((2, 3))[..., None] + math.log(forced)  # [1, Hkv, 1]
         bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
         least = config.group_size * torch.finfo(torch.float32).tiny
+    elif config.scores == "random":
+        scores = random_scores(position[None], keys.shape[1], -(-length // config.block_size))
     else:
         scores = block_scores(q, keys, lse, config, sequences, scale)
     scores = scores[..., : -(-length // config.block_size)]  # [1, Hkv, M]

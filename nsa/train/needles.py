@@ -21,10 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from nsa.errors import check
-from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
-from nsa.ops.decode import MOST_QUERIES
 from nsa.train.data import TextSource, Tokenizer, TokenSource
+from nsa.train.execution.precision import autocast
 
 _QUESTION = "One of the special magic {kind} for {key} is:"
 _NEEDLE = _QUESTION + " {answer}.\n"
@@ -77,8 +76,8 @@ def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, 
 # --- contexts of a given length -------------------------------------------------------------------
 _SYLLABLES = 3
 _VALUE_BYTES = 1 + 2 * _SYLLABLES  # with the space before the word
+_PASSAGE_VALUE = 8  # last tokens of a passage
 _MOST_FILLER = 1 << 24  # tokens of the text that are read
-assert _VALUE_BYTES <= MOST_QUERIES  # a step takes the value, and the cache can remove it again
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,8 @@ class NeedleConfig:
         depths: number of places, evenly spaced from the beginning (0) to the end (1) of the filler.
         cases: contexts for each length and depth.
         distractors: other needles in each context, with other keys, at random places.
+        passage: tokens of a passage of the text that is hidden elsewhere in it instead of made-up
+            words; it is asked for by all but its last 8 tokens. 0 means words.
         seed: of keys, values, filler and places.
 
     Raises:
@@ -101,15 +102,20 @@ class NeedleConfig:
     cases: int = 100
     distractors: int = 0
     seed: int = 0
+    passage: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("depths", self.depths), ("cases", self.cases)):
             check(value > 0, f"--{name}", "be positive", value)
         check(self.distractors >= 0, "--distractors", "be at least 0", self.distractors)
+        fits = self.passage == 0 or self.passage >= 2 * _PASSAGE_VALUE
+        check(fits, "--passage", f"be at least {2 * _PASSAGE_VALUE} tokens", self.passage)
 
     @property
     def shortest(self) -> int:
         """Bytes of the needles, the question and the answer: all models can have them as tokens."""
+        if self.passage:
+            return self.passage * (self.distractors + 2)
         asked = len("\n" + _question("a" * 2 * _SYLLABLES)) + _VALUE_BYTES
         return asked + (self.distractors + 1) * (asked + len(".\n"))
 
@@ -136,7 +142,7 @@ class Needles:
         tokenizer: tokenizer of the model.
         source: text for the filler; documents are joined, and a text that is too short repeats.
         seq_len: length if the configuration names none.
-        num_tokens: tokens of a pass of the model, at most: several contexts, or a part of one.
+        num_tokens: tokens of a pass of the model: as many contexts as fit, at least one.
 
     Raises:
         UserError: a synthetic task, or a length without room for needles and question.
@@ -173,14 +179,19 @@ class Needles:
         """
         config, encode = self.config, self.tokenizer.encode
         random = Random(f"{config.seed} {length} {place} {number}")
-        keys = dict[str, None]()
-        while len(keys) <= config.distractors:
-            keys[_word(random).title()] = None
-        questions = [encode("\n" + _question(key)) for key in keys]
-        values = [encode(" " + _word(random)) for _ in keys]
-        ends = encode(".\n")
-        needles = [[*ask, *value, *ends] for ask, value in zip(questions, values, strict=True)]
-        rest = length - sum(map(len, (*needles, questions[0], values[0])))
+        if config.passage:
+            needles = [self._passage(random, config.passage) for _ in range(config.distractors + 1)]
+            question, value = needles[0][:-_PASSAGE_VALUE], needles[0][-_PASSAGE_VALUE:]
+        else:
+            keys = dict[str, None]()
+            while len(keys) <= config.distractors:
+                keys[_word(random).title()] = None
+            questions = [encode("\n" + _question(key)) for key in keys]
+            values = [encode(" " + _word(random)) for _ in keys]
+            pairs, ends = zip(questions, values, strict=True), encode(".\n")
+            needles = [[*ask, *answer, *ends] for ask, answer in pairs]
+            question, value = questions[0], values[0]
+        rest = length - sum(map(len, (*needles, question, value)))
         offsets = [
             round(self.depths[place] * rest),
             *(random.randint(0, rest) for _ in needles[1:]),
@@ -190,7 +201,7 @@ class Needles:
         for offset, needle in sorted(zip(offsets, needles, strict=True), key=lambda pair: pair[0]):
             prompt += [*filler[before:offset], *needle]
             before = offset
-        return Case([*prompt, *filler[before:], *questions[0]], values[0])
+        return Case([*prompt, *filler[before:], *question], value)
 
     def _passage(self, random: Random, length: int) -> list[int]:
         start = random.randint(0, max(len(self._filler) - length, 0))
@@ -216,7 +227,10 @@ Answers = NDArray[np.float64]  # [depths, cases, 2]: 1 for an exact match, log-p
 def find_needles(
     model: LanguageModel, needles: Needles, length: int, compute_dtype: str
 ) -> Answers:
-    """Let a model continue all contexts of a length greedily, through the decode cache.
+    """Measure whether a model continues the contexts of a length with their values.
+
+    One forward pass over a context and its value shows what greedy generation would append: the
+    value, if each of its tokens is the most likely one after those before it.
 
     Args:
         model: the language model, on any device.
@@ -225,50 +239,33 @@ def find_needles(
         compute_dtype: ``bf16`` or ``fp32``.
 
     Returns:
-        Whether the first bytes of the continuation are the value, and the log-probability of the
-        value's tokens, each after the true ones before it.
+        Whether the continuation is the value, and the log-probability of the value.
     """
-    config, num_tokens = needles.config, needles.num_tokens
+    config = needles.config
     indices = [(place, case) for place in range(config.depths) for case in range(config.cases)]
-    size = max(1, min(len(indices), num_tokens // length))
-    dtype = torch.bfloat16 if compute_dtype == "bf16" else None
-    decoder = Decoder(model, size, max_tokens=length + _VALUE_BYTES, compute_dtype=dtype)
-    found = list[tuple[bool, float]]()
+    size, found = max(1, needles.num_tokens // length), list[tuple[bool, float]]()
     for first in range(0, len(indices), size):
-        batch = [needles.case(length, *index) for index in indices[first : first + size]]
-        full = batch + batch[:1] * (size - len(batch))  # each row of the cache needs tokens
-        texts, nats = _answers(decoder, full, max(1, num_tokens // size))
-        for case, ids, value in zip(batch, texts, nats, strict=False):
-            text, wanted = map(needles.tokenizer.decode, (ids, case.value))
-            found.append((text.startswith(wanted), value))
+        cases = [needles.case(length, *index) for index in indices[first : first + size]]
+        found += _answers(model, cases, compute_dtype)
     return np.array(found, dtype=np.float64).reshape(config.depths, config.cases, 2)
 
 
+@torch.no_grad()
 def _answers(
-    decoder: Decoder, cases: Sequence[Case], chunk: int
-) -> tuple[list[list[int]], list[float]]:
-    """Greedy continuations, and log-probabilities of the values; the cache is empty afterwards."""
-    device = decoder.model.embedding.weight.device
-    # The last token of the prompt belongs to the first step, for prompts of unequal lengths.
-    known = [case.prompt[:-1] for case in cases]
-    for start in range(0, max(map(len, known)), chunk):
-        decoder.prefill([tokens[start : start + chunk] for tokens in known])
-    padded = [case.value + [0] * (_VALUE_BYTES - len(case.value)) for case in cases]
-    values = torch.tensor(padded, device=device)
-    last = torch.tensor([case.prompt[-1:] for case in cases], device=device)
-    logits = decoder.step(torch.cat((last, values[:, :-1]), dim=1))
-    logs = logits.double().log_softmax(-1).gather(-1, values[..., None])[..., 0]  # [B, V]
+    model: LanguageModel, cases: Sequence[Case], compute_dtype: str
+) -> list[tuple[bool, float]]:
+    """Whether the values are found, and their log-probabilities in nats."""
+    device = model.embedding.weight.device
+    tokens = torch.tensor([case.prompt + case.value for case in cases], device=device)
     sizes = torch.tensor([[len(case.value)] for case in cases], device=device)
-    is_value = torch.arange(_VALUE_BYTES, device=device) < sizes
-    nats = logs.where(is_value, 0.0).sum(-1)
-    for row, tokens in enumerate(known):
-        decoder.cache.truncate(row, len(tokens))
-    drawn = [last]
-    for _ in range(_VALUE_BYTES):
-        drawn.append(decoder.step(drawn[-1])[:, -1:].argmax(-1))
-    for row in range(len(cases)):
-        decoder.cache.free(row)
-    return torch.cat(drawn[1:], dim=1).tolist(), nats.tolist()
+    most = max(len(case.value) for case in cases)
+    with autocast(device, compute_dtype):
+        logits = model.head(model.hidden_states(tokens)[:, -most - 1 : -1])
+    values, is_before = tokens[:, -most:], torch.arange(most, device=device) < most - sizes
+    logs = logits.double().log_softmax(-1)  # [B, V, vocabulary]
+    is_right = (logs.argmax(-1) == values) | is_before
+    nats = logs.gather(-1, values[..., None])[..., 0].masked_fill(is_before, 0.0).sum(-1)
+    return [*zip(is_right.all(-1).tolist(), nats.tolist(), strict=True)]
 
 
 def wilson(hits: float, number: int) -> tuple[float, float]:

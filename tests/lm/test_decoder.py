@@ -70,6 +70,7 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"num_selected_blocks_table": ((-1, 40, 3),)},
         {"scores": "token_max", "branches": ("slc", "win")},
         {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
+        {"scores": "random", "branches": ("slc", "win")},
         *TABLES,
         MIXED,
     ],

@@ -15,9 +15,15 @@ from torch import Tensor
 
 from nsa import compressed_attention, select_blocks
 from nsa.ops._operator import Call
+from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences
 from nsa.ops.selection import SelectionInputs
-from nsa.ops.selection.reference import block_scores, choose_blocks, token_max_scores
+from nsa.ops.selection.reference import (
+    block_scores,
+    choose_blocks,
+    random_scores,
+    token_max_scores,
+)
 from tests import oracle
 from tests.ops.cases import BATCHES, SHORT, Batch, array, make_batch, near, small, stack
 
@@ -53,6 +59,10 @@ def scores_and_selection(
     cu = batch.kwargs["cu_seqlens_q"], batch.kwargs["cu_seqlens_k"]
     sequences = Sequences(cu, len(batch.lengths_k), *lengths, q.device)
     used = config.head_dim**-0.5 if scale is None else scale
+    if config.scores == "random":
+        positions = query_positions(q.shape[0], *cu)
+        blocks = max(2, -(-lengths[1] // config.block_size))
+        return random_scores(positions, config.num_kv_heads, blocks), selected
     if lse is None:
         inputs, call = SelectionInputs(q, k, None), Call(config, sequences, used)
         return token_max_scores(inputs, call), selected
@@ -60,7 +70,7 @@ def scores_and_selection(
 
 
 def keys_of(batch: Batch) -> Tensor:
-    return batch.k() if batch.config.scores == "token_max" else batch.compressed(16)
+    return batch.compressed(16) if batch.config.scores == "compressed" else batch.k()
 
 
 def check(
@@ -80,6 +90,9 @@ def check(
             fp8 = config.score_precision == "fp8"
             given = array(q)[rows], array(k)[tokens], *forced, config.block_size, scale, fp8
             scores = oracle.token_max_scores(*given)
+        elif config.scores == "random":
+            positions = range(num_keys - (rows.stop - rows.start), num_keys)
+            scores = oracle.random_scores(positions, config.num_kv_heads, most)
         else:
             scores = oracle.block_scores(array(q)[rows], array(k)[blocks], num_keys, *sizes, scale)
         selected = oracle.choose(
@@ -97,7 +110,9 @@ def check(
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("changes", [{}, {"scores": "token_max"}, FP8], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"scores": "token_max"}, FP8, {"scores": "random"}], ids=str
+)
 def test_matches_the_oracle(changes, name):
     check(make_batch(small(**changes), *BATCHES[name]))
 
@@ -141,6 +156,16 @@ def test_large_products_by_tokens(changes):
     assert bool(limited.any())
     assert float(scores.max()) <= most * (1 + 1e-12)
     assert scores[~limited].unique().numel() > 1000
+
+
+def test_random_blocks_are_uniform():
+    """Each of 61 blocks is among the best 8 of 8 / 61 of the queries, within 5 deviations."""
+    scores = random_scores(torch.arange(1000, 5000), 2, 61)
+    assert scores.shape == (4000, 2, 61)
+    ranks = scores.argsort(-1).argsort(-1)
+    chosen = (ranks >= 61 - 8).double().mean((0, 1))
+    deviation = math.sqrt(8 / 61 * (53 / 61) / 8000)
+    assert (chosen - 8 / 61).abs().max() < 5 * deviation
 
 
 def test_a_wrong_call_by_tokens():

@@ -166,7 +166,7 @@ def test_needles_by_depth(tmp_path):
         for model, seeds, x in (("token-max", 1, 1.0), ("nsa", 2, 0.75))
         for tokens in (64, 128)
     ]
-    assert evidence.by_needle(runs) == expected
+    assert evidence.by_needle(runs, "needles") == expected
 
 
 def test_gains_are_compared_with_dense_of_equal_seeds(tmp_path):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import re
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa.lm.model import LanguageModel
-from nsa.train import needles as module
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, TextSource, Tokenizer, make_tokenizer
 from nsa.train.data.synthetic import SyntheticSource
@@ -35,43 +34,34 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def make_needles(
-    tokenizer: Tokenizer | None = None, num_tokens: int = 1536, **settings: Any
+    tokenizer: Tokenizer | None = None,
+    num_tokens: int = 1536,
+    texts: list[bytes] = TEXT,
+    **settings: Any,
 ) -> Needles:
     tokenizer = tokenizer or ByteTokenizer()
-    documents = tokenizer.encode_documents(TEXT)
+    documents = tokenizer.encode_documents(texts)
     source = TextSource(documents, tokenizer.separator_id, tokenizer.token_bytes)
     return Needles(NeedleConfig(**settings), tokenizer, source, 512, num_tokens)
 
 
-class Copier:
-    """Stands in for the decoder: certain of the byte after the first match of the last line."""
+class Copier(nn.Module):
+    """Certain of the byte after the first match of the last line, where it is asked for."""
 
-    def __init__(self, model: Any, batch_size: int, *, max_tokens: int, **_: Any) -> None:
-        self.model, self.cache, self.max_tokens = model, self, max_tokens
-        self.texts: list[list[int]] = [[] for _ in range(batch_size)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(1, 1), nn.Identity()
 
-    def prefill(self, tokens: Sequence[Sequence[int]]) -> None:
-        for text, new in zip(self.texts, tokens, strict=True):
-            text += new
-            assert len(text) <= self.max_tokens
-
-    def step(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens: Tensor) -> Tensor:
         logits = torch.zeros(*tokens.shape, 256)
-        for column in range(tokens.shape[1]):
-            self.prefill(tokens[:, column : column + 1].tolist())
-            for row, text in enumerate(map(bytes, self.texts)):
-                line = self.line(text)
-                logits[row, column, text[text.index(line) + len(line)]] = 50.0
+        for row, text in enumerate(map(bytes, tokens.tolist())):
+            for end in range(len(text) - 9, len(text) - 1):
+                line = self.line(text[: end + 1])
+                logits[row, end, text[text.index(line) + len(line)]] = 50.0
         return logits
 
     def line(self, text: bytes) -> bytes:
         return text[text.rindex(b"\nOne of") :]
-
-    def truncate(self, row: int, length: int) -> None:
-        del self.texts[row][length:]
-
-    def free(self, row: int) -> None:
-        self.texts[row].clear()
 
 
 class Careless(Copier):
@@ -81,22 +71,27 @@ class Careless(Copier):
         return text[text.rindex(b" is:") :]
 
 
-def copies(monkeypatch: pytest.MonkeyPatch, kind: type[Copier], needles: Needles) -> np.ndarray:
-    monkeypatch.setattr(module, "Decoder", kind)
-    return find_needles(LanguageModel(MODEL), needles, 512, "fp32")
+class Passages(Copier):
+    def line(self, text: bytes) -> bytes:
+        return text[-16:]
 
 
-def test_a_model_that_copies_finds_every_needle(monkeypatch):
+def copies(kind: type[Copier], needles: Needles) -> np.ndarray:
+    model: Any = kind()
+    return find_needles(model, needles, 512, "fp32")
+
+
+def test_a_model_that_copies_finds_every_needle():
     """One that does not read the key finds them among distractors only by chance."""
     needles = make_needles(depths=3, cases=8)
     for kind in (Copier, Careless):
-        found = copies(monkeypatch, kind, needles)
+        found = copies(kind, needles)
         assert found.shape == (3, 8, 2)
         assert (found[..., 0] == 1).all()
         np.testing.assert_allclose(found[..., 1], 0, atol=1e-9)
     needles = make_needles(depths=3, cases=8, distractors=2)
-    assert (copies(monkeypatch, Copier, needles)[..., 0] == 1).all()
-    careless = copies(monkeypatch, Careless, needles)
+    assert (copies(Copier, needles)[..., 0] == 1).all()
+    careless = copies(Careless, needles)
     assert careless[0, :, 0].all(), "it is the first needle"
     assert not careless[2, :, 0].any(), "it is the last needle"
     assert (careless[2, :, 1] < -40).all()
@@ -126,6 +121,26 @@ def test_needles_are_at_their_depths(kind, distractors):
         slack = 0.5 if kind == "byte" else 0.1 * len(passage)  # tokens spell unequal numbers
         assert len(before) == pytest.approx(place / 4 * len(passage), abs=slack)
         assert kind == "bpe" or passage in b"".join(TEXT) * 6
+
+
+@pytest.mark.parametrize("distractors", [0, 2])
+def test_passages_are_at_their_depths(distractors):
+    """In a text without repetitions, a model that copies finds them all."""
+    letters = random.Random(0).choices(range(97, 123), k=400_000)
+    needles = make_needles(
+        texts=[bytes(letters)], depths=5, cases=4, passage=48, distractors=distractors
+    )
+    for place in range(5):
+        case = needles.case(512, place, 1)
+        passage = [*case.prompt[-40:], *case.value]
+        body, words = bytes(case.prompt[:-40]), bytes(passage)
+        assert (len(passage), len(case.prompt) + len(case.value)) == (48, 512)
+        assert (body.count(words), bytes(letters).count(words)) == (1, 1)
+        if not distractors:
+            assert body.index(words) == round(place / 4 * len(body) - place / 4 * 48)
+    assert (copies(Passages, needles)[..., 0] == 1).all()
+    with pytest.raises(ValueError, match="--passage must be at least 16 tokens, got 15"):
+        NeedleConfig(passage=15)
 
 
 def test_contexts_follow_from_the_seed():

@@ -58,7 +58,7 @@ class BranchInputs(NamedTuple):
 
     def scored(self, config: NSAConfig, lse: Tensor | None) -> SelectionInputs:
         """Inputs of the block scores; ``lse`` is that of the compressed branch."""
-        if config.scores == "token_max":
+        if config.scores != "compressed":
             assert self.k_slc is not None
             return SelectionInputs(self.q, self.k_slc, None)
         assert self.k_cmp is not None

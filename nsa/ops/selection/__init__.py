@@ -29,6 +29,8 @@ def _run(*flat: Any) -> Tensor:
     from nsa.ops.selection.launch import run_selection
 
     inputs, call = open_flat(SelectionInputs, 3, flat)
+    if call.config.scores == "random":
+        return select_blocks_reference(inputs, call)
     out = new_selection(inputs.q, inputs.k, call.config.num_selected_blocks)
     run_selection(inputs, call, out)
     return out
@@ -63,17 +65,18 @@ def select_blocks(
     Blocks ``0 .. t // l'`` are ranked by scores, summed over the heads of a group. With
     ``config.scores`` ``compressed`` they are the probabilities of the compressed branch,
     distributed over the tokens that compression and selection blocks share; with ``token_max`` they
-    are the largest weight of a token of the block, relative to all weights in forced blocks. The
+    are the largest weight of a token of the block, relative to all weights in forced blocks; with
+    ``random`` they are hashes of position, KV head and block. The
     first ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. All query heads
     of a group share the selection; it has no gradient.
 
     Args:
         q: the queries of the compressed branch, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``;
-            with ``token_max`` those of the selected branch.
-        k_cmp: compressed, rotated keys ``[C, Hkv, D]``; with ``token_max`` the rotated keys of the
+            with other scores those of the selected branch.
+        k_cmp: compressed, rotated keys ``[C, Hkv, D]``; with other scores the rotated keys of the
             selected branch, ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
         lse: result of :func:`nsa.compressed_attention` for the same queries and keys, ``[T, Hq]``
-            or ``[B, T, Hq]``; None with ``token_max``.
+            or ``[B, T, Hq]``; None with other scores.
         config: the sparse pattern.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the key tokens; None means those of the queries.
@@ -91,8 +94,8 @@ def select_blocks(
         ValueError: shapes, dtypes or offsets do not match.
     """
     backend = choose_backend(backend, q)
-    if config.scores == "token_max":
-        check(lse is None, "lse", "be None with scores token_max", "a tensor")
+    if config.scores != "compressed":
+        check(lse is None, "lse", f"be None with scores {config.scores}", "a tensor")
         check_heads("q", q, config.num_heads, config.head_dim, q)
         check_heads("k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
         key_shape = tuple(k_cmp.shape[:-2])

@@ -33,16 +33,17 @@ from nsa.ops._sequences import Sequences, open_sequences
 
 # Limit on the exponents of token_max, so that 64 heads have a finite sum in fp32.
 MAX_EXPONENT = 80.0
+_RANDOM_SCORES = 1 << 24  # in memory at once
 
 
 class SelectionInputs(NamedTuple):
     """Inputs of the block scores.
 
     Attributes:
-        q: queries of the compressed branch ``[T, Hq, D]``; with ``token_max``, of the selected one.
-        k: compressed keys ``[C, Hkv, D]``; with ``token_max``, keys of the selected branch
+        q: queries of the compressed branch ``[T, Hq, D]``; with other scores, of the selected one.
+        k: compressed keys ``[C, Hkv, D]``; with other scores, keys of the selected branch
             ``[S, Hkv, D]``.
-        lse: the compressed branch's ``[T, Hq]``; None with ``token_max``.
+        lse: the compressed branch's ``[T, Hq]``; None with other scores.
     """
 
     q: Tensor
@@ -102,6 +103,20 @@ def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
     largest = padded.unflatten(-1, (num_blocks, config.block_size)).amax(-1)
     scores = torch.exp((largest - lse[..., None]).clamp(max=MAX_EXPONENT)).sum(2)
     return unpad(scores.transpose(1, 2), sequences.cu_q, q.shape[0])
+
+
+def random_scores(positions: Tensor, num_heads: int, num_blocks: int) -> Tensor:
+    """Scores ``random`` of queries at ``positions``: uniform hashes, fp32 ``[T, Hkv, M]``.
+
+    They depend on position, KV head and block alone; the mixing is MurmurHash3's 64-bit finalizer
+    (Appleby, 2011).
+    """
+    head = torch.arange(num_heads, device=positions.device)[:, None]
+    block = torch.arange(num_blocks, device=positions.device)
+    mixed = (positions[:, None, None] * num_heads + head << 24) + block
+    for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
+        mixed = (mixed ^ mixed >> 33 & 0x7FFFFFFF) * factor
+    return (mixed >> 40 & 0xFFFFFF).float() / 2**24
 
 
 def block_scores(
@@ -291,6 +306,11 @@ def choose_blocks(
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and validated."""
     config, sequences, coarse = call.config, call.sequences, None
+    positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
+    if config.scores == "random":
+        sizes = config.num_kv_heads, max_blocks(sequences, config)
+        parts = positions.split(max(1, _RANDOM_SCORES // (sizes[0] * sizes[1])))
+        return torch.cat([choose_blocks(random_scores(x, *sizes), x, config) for x in parts])
     if config.scores == "token_max":
         scores = token_max_scores(inputs, call)
     else:
@@ -298,7 +318,6 @@ def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
         rest = (inputs.q, inputs.k, inputs.lse, config, sequences, call.softmax_scale)
         scores = block_scores(*rest)
         coarse = None if config.coarse_block_size is None else coarse_candidates(*rest)
-    positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
     return choose_blocks(scores, positions, config, coarse)
 
 

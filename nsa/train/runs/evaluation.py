@@ -312,6 +312,7 @@ def _needles(
 
     def row(answers: Answers, length: int | None, depth: float | None) -> dict[str, Any]:
         about = {"length": length, "depth": depth, "distractors": config.distractors}
+        about |= {"passage": config.passage} if config.passage else {}
         rows.append(row_of(answers, **about, seed=config.seed))
         return rows[-1]
 
