@@ -1,6 +1,6 @@
 """Kernel that splits a projection into rotated heads and gates, or merges their gradients.
 
-All functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. ``x_row``
+All jitted functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. ``x_row``
 ``[R, 1]`` points to their rows of the product x ``[T, columns]``.
 """
 
@@ -9,18 +9,29 @@ All functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from nsa.ops._plan import Constants
-from nsa.ops._triton.kernel import kernel, wait_for_inputs
+from nsa.ops._layout import cdiv, next_power_of_2
+from nsa.ops._plan import Constants, once
+from nsa.ops._triton.kernel import Launch, kernel, starts_early, wait_for_inputs
 from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32
-from nsa.ops.projection.layout import ALIGNMENT
+from nsa.ops.projection.layout import ALIGNMENT, Columns, padded
+from nsa.rope import Rope, frequency_table
 
 # Columns with padding are a multiple of this.
 ALIGNED = tl.constexpr(ALIGNMENT)
+
+
+# Tokens per program, and programs that share the heads of the same tokens: more of them for short
+# inputs, where programs are too few to hide memory latency, and even more in a decode step.
+BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
+SOME_TOKENS, SOME_HEAD_PROGRAMS = 16_384, 8
+FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
 
 
 class Part(NamedTuple):
@@ -92,26 +103,25 @@ def move_heads(
     ok,
     cosine,
     sine,
-    PLAN: tl.constexpr,
-    NUMBER: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     """Copy this program's heads of one part from x to a tensor of heads, or back."""
-    HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
-    SIZE: tl.constexpr = PLAN.parts[NUMBER].size
-    ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
+    HEADS: tl.constexpr = PART.heads
+    SIZE: tl.constexpr = PART.size
+    ROTARY: tl.constexpr = PART.rotary
     HALF: tl.constexpr = ROTARY // 2
-    PLAIN: tl.constexpr = PLAN.parts[NUMBER].plain
+    PLAIN: tl.constexpr = PART.plain
     begin = row[:, None] * (HEADS * SIZE)
     plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
-    source = x_row + PLAN.parts[NUMBER].start
-    target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
+    source = x_row + PART.start
+    target = tensor_ptrs[PART.tensor] + begin
     if BACKWARD:
         source, target = target, source
     # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
-    first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
+    first_head = tl.program_id(1) + programs - PART.start // SIZE % programs
     for head in tl.range(first_head % programs, HEADS, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
@@ -122,7 +132,7 @@ def move_heads(
             put(target, plain, at, first * cosine - second * sine, mask)
             put(target, plain, at + HALF, second * cosine + first * sine, mask)
         if ROTARY < SIZE:
-            j = ROTARY + tl.arange(0, PLAN.parts[NUMBER].block)[None, :]
+            j = ROTARY + tl.arange(0, PART.block)[None, :]
             mask = ok[:, None] & (j < SIZE)
             at = head * SIZE + j
             put(target, plain, at, load_fp32(source + at, mask), mask)
@@ -145,57 +155,61 @@ def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, GATES: tl.cons
 
 
 @triton.jit
-def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Compute gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``."""
-    head = tl.arange(0, BLOCK_H)[None, :]
-    mask = ok[:, None] & (head < GATES.heads)
-    at = gates_ptr + (row[:, None] * GATES.heads + head) * 3
-    for branch in tl.static_range(len(GATES.off)):
-        tl.store(at + GATES.off[branch], 0.0, mask=mask)
-    for branch in tl.static_range(len(GATES.branches)):
-        logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
-        if GATES.sharpness > 0:
-            total = 0.0
-            for other in tl.static_range(len(GATES.branches)):
-                difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
-                total += tl.exp(difference * GATES.sharpness)
-            gate = 1.0 / total
-        else:
-            gate = tl.sigmoid(logit)
-        tl.store(at + GATES.branches[branch], gate, mask=mask)
-
-
-@triton.jit
-def close_gates(
-    x_row, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr
+def move_gates(
+    x_row,
+    gates_ptr,
+    dgates_ptr,
+    bias_ptr,
+    row,
+    ok,
+    GATES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
-    """Compute gradients of the logits, which begin at ``x_row``, from those of the gates.
+    """Compute gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``.
 
-    Their sums over the rows are stored at ``sum_ptr`` unless it is None.
+    In the backward compute the gradients of the logits from those of the gates, and store their
+    sums over the rows at ``bias_ptr`` unless it is None.
     """
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
     at = (row[:, None] * GATES.heads + head) * 3
-    mean = 0.0
-    if GATES.sharpness > 0:
+    if BACKWARD:
+        mean = 0.0
+        if GATES.sharpness > 0:
+            for branch in tl.static_range(len(GATES.branches)):
+                gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
+                mean += gate * load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
         for branch in tl.static_range(len(GATES.branches)):
             gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
-            mean += gate * load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
-    for branch in tl.static_range(len(GATES.branches)):
-        gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
-        dgate = load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
-        if GATES.sharpness > 0:
-            dlogit = gate * (dgate - mean) * GATES.sharpness
-        else:
-            dlogit = gate * (1.0 - gate) * dgate
-        column = head * len(GATES.branches) + branch
-        tl.store(x_row + column, dlogit, mask=mask)
-        if sum_ptr is not None:
-            # Do not fuse the multiplication with the first addition between two lanes: each lane
-            # would round only the other's product, and lanes that write the same sum would differ
-            # in the last bit.
-            total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
-            tl.store(sum_ptr + column, total, mask=head < GATES.heads)
+            dgate = load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
+            if GATES.sharpness > 0:
+                dlogit = gate * (dgate - mean) * GATES.sharpness
+            else:
+                dlogit = gate * (1.0 - gate) * dgate
+            column = head * len(GATES.branches) + branch
+            tl.store(x_row + column, dlogit, mask=mask)
+            if bias_ptr is not None:
+                # Do not fuse the multiplication with the first addition between two lanes: each
+                # lane would round only the other's product, and lanes that write the same sum would
+                # differ in the last bit.
+                total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
+                tl.store(bias_ptr + column, total, mask=head < GATES.heads)
+    else:
+        gates_ptr += at
+        for branch in tl.static_range(len(GATES.off)):
+            tl.store(gates_ptr + GATES.off[branch], 0.0, mask=mask)
+        for branch in tl.static_range(len(GATES.branches)):
+            logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
+            if GATES.sharpness > 0:
+                total = 0.0
+                for other in tl.static_range(len(GATES.branches)):
+                    difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
+                    total += tl.exp(difference * GATES.sharpness)
+                gate = 1.0 / total
+            else:
+                gate = tl.sigmoid(logit)
+            tl.store(gates_ptr + GATES.branches[branch], gate, mask=mask)
 
 
 @kernel(do_not_specialize=[*VARYING, "search_steps"])
@@ -232,30 +246,110 @@ def heads_kernel(
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
-    cosine = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
-    sine = cosine
-    if frequency_ptr is not None:
-        i = tl.arange(0, BLOCK_HALF)
-        frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
-        position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
-        position = (position + position_offset).to(tl.float32)
-        cosine, sine = cos_sin(position[:, None] * frequency[None, :])
-        cosine *= magnitude
-        sine *= -magnitude if BACKWARD else magnitude
+    i = tl.arange(0, BLOCK_HALF)
+    frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
+    position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
+    position = (position + position_offset).to(tl.float32)
+    cosine, sine = cos_sin(position[:, None] * frequency[None, :])
+    cosine *= magnitude
+    sine *= -magnitude if BACKWARD else magnitude
     x_row = x_ptr + row[:, None] * stride_x
     for k in tl.static_range(len(PLAN.parts)):
-        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
+        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN.parts[k], BLOCK_HALF, BACKWARD)
     if tl.program_id(1) == tl.num_programs(1) - 1:
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
-            if BACKWARD:
-                sum_ptr = bias_ptr
-                if sum_ptr is not None:
-                    sum_ptr += tl.program_id(0) * GATES.columns
-                close_gates(logits, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES, BLOCK_H)
-            else:
-                open_gates(logits, gates_ptr, bias_ptr, row, ok, GATES, BLOCK_H)
+            if BACKWARD and bias_ptr is not None:
+                bias_ptr += tl.program_id(0) * GATES.columns
+            move_gates(logits, gates_ptr, dgates_ptr, bias_ptr, row, ok, GATES, BLOCK_H, BACKWARD)
         if BACKWARD and PLAN.padding > 0:
             j = tl.arange(0, ALIGNED)[None, :]
             mask = ok[:, None] & (j < PLAN.padding)
             tl.store(x_row + PLAN.used + j, 0.0, mask=mask)
+
+
+def move(
+    x: Tensor,
+    tensors: list[Tensor],
+    gates: Tensor | None,
+    dgates: Tensor | None,
+    bias: Tensor | None,
+    columns: Columns,
+    backward: bool,
+    tokens: tuple[Any, ...],
+) -> None:
+    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or merge them.
+
+    ``bias`` is the gate bias; in the backward, the buffer of its sums, if any. ``tokens`` are the
+    last arguments of the operators.
+    """
+    if is_fake(x) or not x.shape[0]:
+        return
+    before, cu, num_sequences, length, _, rope_text = tokens
+    rope = Rope.from_text(rope_text)
+    launch = once(lambda: _plan(x, columns, rope, backward, before is not None))
+    launch(
+        x,
+        tuple(tensors),
+        gates,
+        dgates,
+        bias,
+        before,
+        frequency_table(rope, x.device),
+        cu,
+        length,
+        num_sequences,
+        num_sequences.bit_length(),
+        x.shape[0],
+        x.stride(0),
+        rope.magnitude,
+        rope.position_offset,
+    )
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(x, FakeTensor) or x.is_meta
+
+
+def num_sums(dproduct: Tensor) -> int:
+    """Number of sums over the rows of a product, one for each tile of tokens."""
+    # A number that depends on the length would be a guard of torch.compile.
+    rows = dproduct.shape[0]
+    return 1 if is_fake(dproduct) else cdiv(rows, programs_of(rows)[0])
+
+
+def _plan(x: Tensor, columns: Columns, rope: Rope, backward: bool, is_decoding: bool) -> Launch:
+    """Return the launch of the kernel."""
+    parts = list[Part]()
+    for tensor, (start, part, rotated) in enumerate(columns.outputs()):
+        # In the backward one pass over the columns adds both gradients.
+        both = backward and len(part.outputs) > 1
+        if rotated or not both:
+            rotary = rope.dim * rotated
+            block = next_power_of_2(max(part.size - rotary, 1))
+            plain = tensor - 1 if both else -1
+            parts.append(Part(start, part.number, part.size, rotary, block, tensor, plain))
+    used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
+    block_rows, programs = programs_of(x.shape[0])
+    return Launch(
+        heads_kernel,
+        (cdiv(x.shape[0], block_rows), programs),
+        PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
+        GATES=columns.gates,
+        BACKWARD=backward,
+        BLOCK_R=block_rows,
+        BLOCK_HALF=block_half,
+        BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
+        # A decode step launches little else; in training other streams are involved.
+        launch_pdl=is_decoding and x.shape[0] <= FEW_TOKENS and starts_early(x),
+        # Cosines and sines of all tokens stay in registers.
+        num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
+    )
+
+
+def programs_of(num_tokens: int) -> tuple[int, int]:
+    """Tokens per program, and programs that share the heads of the same tokens."""
+    if num_tokens <= FEW_TOKENS:
+        return FEW_ROWS, FEW_HEAD_PROGRAMS
+    return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS
