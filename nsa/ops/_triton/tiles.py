@@ -131,6 +131,28 @@ def sequence_rows(cu_ptr, sequence, rows_each):
 
 
 @triton.jit
+def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
+    """Positions of the tokens in their sequences, offset by the earlier tokens."""
+    if cu_ptr is None:
+        sequence = row // tl.maximum(len_x, 1)
+        position = (row % tl.maximum(len_x, 1)).to(tl.int32)
+    else:
+        # Binary search for the last sequence that begins at or before the row.
+        sequence = tl.zeros(row.shape, tl.int32)
+        start = sequence
+        for step in tl.range(0, search_steps):
+            later = sequence + (1 << (search_steps - 1 - step))
+            begin = tl.load(cu_ptr + later, mask=later < num_sequences, other=0)
+            found = (later < num_sequences) & (begin <= row)
+            sequence = tl.where(found, later, sequence)
+            start = tl.where(found, begin, start)
+        position = (row - start).to(tl.int32)
+    if before_ptr is not None:
+        position += tl.load(before_ptr + sequence, mask=ok, other=0).to(tl.int32)
+    return position
+
+
+@triton.jit
 def query_tile(
     tile,
     head_kv,

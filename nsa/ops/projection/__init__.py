@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +11,20 @@ from torch.nn import functional
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
+from nsa.ops._layout import packed, padded
 from nsa.ops._packed import locate
+from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.ops.projection.layout import (
     Columns,
     Gates,
     Heads,
     activate,
-    packed,
     split_reference,
 )
-from nsa.ops.projection.ops import project_op
 from nsa.rope import Rope
 
-__all__ = ["Columns", "Gates", "Heads", "activate", "packed", "project"]
+__all__ = ["Columns", "Gates", "Heads", "activate", "project"]
 
 
 def project(
@@ -79,3 +80,84 @@ def project(
     cu, _, num_sequences, length, _ = sequences.kernel_arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
     return list(project_op(x, list(weights), bias, *where))
+
+
+def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *tokens: Any) -> list[Tensor]:
+    """Heads, and the gates if there are any."""
+    from nsa.ops.projection.kernels import move
+
+    columns, gates = Columns.from_text(tokens[4]), None
+    product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
+    shapes = [(x.shape[0], part.number, part.size) for part in columns.parts for _ in part.outputs]
+    heads = [x.new_empty(shape) for shape in shapes]
+    if columns.gates is not None:
+        gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
+    move(product, heads, gates, None, bias, tokens, backward=False)
+    return heads if gates is None else [*heads, gates]
+
+
+def _backward(
+    grads: list[Tensor],
+    x: Tensor | None,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    gates: Tensor | None,
+    *tokens: Any,
+) -> list[Tensor]:
+    """Gradients of x, of the packed weights (if x is given) and of the bias (if it is given).
+
+    Without weights the first is that of the product. Others are empty.
+    """
+    from nsa.ops.projection.kernels import move
+
+    used, heads = sum(Columns.from_text(tokens[4]).sizes), [grad.contiguous() for grad in grads]
+    dproduct = heads[0].new_empty(heads[0].shape[0], padded(used))
+    empty = dproduct.new_empty(0)
+    dbias = empty if bias is None else torch.empty_like(bias)
+    dgates = None if gates is None else heads.pop()
+    move(dproduct, heads, gates, dgates, None if bias is None else dbias, tokens, backward=True)
+    return [
+        torch.mm(dproduct, packed(weights, dproduct.dtype)) if weights else dproduct[:, :used],
+        empty if x is None else torch.mm(dproduct.t(), x),
+        dbias,
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weights, bias, before, cu, *ctx.rest = inputs
+    gates = None if bias is None else output[-1]
+    ctx.save_for_backward(x if weights else None, bias, before, cu, gates, *weights)
+
+
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    x, bias, *tensors = ctx.saved_tensors
+    (before, cu, gates), weights = tensors[:3], tensors[3:]
+    needs_x, needs_weights, needs_bias = ctx.needs[:3]
+    needs_weights = bool(weights) and any(needs_weights)
+    given = (x if needs_weights else None, weights if needs_x else [], bias if needs_bias else None)
+    tokens = (before, cu, *ctx.rest)
+    dx, dweight, dbias = project_backward_op(list(grads), *given, gates, *tokens)
+    dweights = list[Tensor | None]([None] * len(weights))
+    if needs_weights:
+        rows = [weight.shape[0] for weight in weights]
+        dweights = list(dweight[: sum(rows)].to(weights[0].dtype).split(rows))
+    gradients = (dx if needs_x else None, dweights or None, dbias if needs_bias else None)
+    return *gradients, *[None] * len(tokens)
+
+
+_TOKENS = "Tensor? before, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
+project_op = register(
+    "project",
+    f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
+    _forward,
+    _forward,
+    setup_context=_setup,
+    backward=_differentiate,
+)
+project_backward_op = register(
+    "project_backward",
+    "(Tensor[] grads, Tensor? x, Tensor[] weights, Tensor? bias, Tensor? gates, "
+    f"{_TOKENS}) -> Tensor[]",
+    _backward,
+    _backward,
+)

@@ -9,18 +9,20 @@ All jitted functions work on the tokens ``row`` ``[R]`` of a program, valid if `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nsa.ops._layout import cdiv, next_power_of_2
+from nsa.ops._layout import ALIGNMENT, cdiv, next_power_of_2, padded
 from nsa.ops._plan import Constants, once
 from nsa.ops._triton.kernel import Launch, kernel, starts_early, wait_for_inputs
-from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32
-from nsa.ops.projection.layout import ALIGNMENT, Columns, padded
+from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32, token_positions
+from nsa.ops.projection.layout import Columns
 from nsa.rope import Rope, frequency_table
 
 # Columns with padding are a multiple of this.
@@ -71,28 +73,6 @@ class Plan(Constants):
     used: int
     padding: int
     half: int
-
-
-@triton.jit
-def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
-    """Positions of the tokens in their sequences, offset by the earlier tokens."""
-    if cu_ptr is None:
-        sequence = row // tl.maximum(len_x, 1)
-        position = (row % tl.maximum(len_x, 1)).to(tl.int32)
-    else:
-        # Binary search for the last sequence that begins at or before the row.
-        sequence = tl.zeros(row.shape, tl.int32)
-        start = sequence
-        for step in tl.range(0, search_steps):
-            later = sequence + (1 << (search_steps - 1 - step))
-            begin = tl.load(cu_ptr + later, mask=later < num_sequences, other=0)
-            found = (later < num_sequences) & (begin <= row)
-            sequence = tl.where(found, later, sequence)
-            start = tl.where(found, begin, start)
-        position = (row - start).to(tl.int32)
-    if before_ptr is not None:
-        position += tl.load(before_ptr + sequence, mask=ok, other=0).to(tl.int32)
-    return position
 
 
 @triton.jit
@@ -274,62 +254,58 @@ def move(
     gates: Tensor | None,
     dgates: Tensor | None,
     bias: Tensor | None,
-    columns: Columns,
-    backward: bool,
     tokens: tuple[Any, ...],
+    *,
+    backward: bool,
 ) -> None:
     """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or merge them.
 
-    ``bias`` is the gate bias; in the backward, the buffer of its sums, if any. ``tokens`` are the
-    last arguments of the operators.
+    ``bias`` is the gate bias; in the backward, its gradient, if needed. ``tokens`` are the last
+    arguments of the operators.
     """
-    if is_fake(x) or not x.shape[0]:
+    if isinstance(x, FakeTensor) or x.is_meta:
         return
-    before, cu, num_sequences, length, _, rope_text = tokens
-    rope = Rope.from_text(rope_text)
-    launch = once(lambda: _plan(x, columns, rope, backward, before is not None))
-    launch(
-        x,
-        tuple(tensors),
-        gates,
-        dgates,
-        bias,
-        before,
-        frequency_table(rope, x.device),
-        cu,
-        length,
-        num_sequences,
-        num_sequences.bit_length(),
-        x.shape[0],
-        x.stride(0),
-        rope.magnitude,
-        rope.position_offset,
-    )
+    before, cu, num_sequences, length, *texts = tokens
+    columns, rope = Columns.from_text(texts[0]), Rope.from_text(texts[1])
+    if backward and bias is not None:
+        tiles = cdiv(x.shape[0], programs_of(x.shape[0])[0])
+        dbias, bias = bias, bias.new_empty(tiles, bias.shape[0], dtype=torch.float32)
+    if x.shape[0]:
+        launch = once(lambda: _plan(x, columns, rope, before is not None, backward))
+        launch(
+            x,
+            tuple(tensors),
+            gates,
+            dgates,
+            bias,
+            before,
+            frequency_table(rope, x.device),
+            cu,
+            length,
+            num_sequences,
+            num_sequences.bit_length(),
+            x.shape[0],
+            x.stride(0),
+            rope.magnitude,
+            rope.position_offset,
+        )
+    if backward and bias is not None:
+        dbias.copy_(bias.sum(0))
 
 
-def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no data."""
-    return isinstance(x, FakeTensor) or x.is_meta
-
-
-def num_sums(dproduct: Tensor) -> int:
-    """Number of sums over the rows of a product, one for each tile of tokens."""
-    # A number that depends on the length would be a guard of torch.compile.
-    rows = dproduct.shape[0]
-    return 1 if is_fake(dproduct) else cdiv(rows, programs_of(rows)[0])
-
-
-def _plan(x: Tensor, columns: Columns, rope: Rope, backward: bool, is_decoding: bool) -> Launch:
+def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool) -> Launch:
     """Return the launch of the kernel."""
-    parts = list[Part]()
-    for tensor, (start, part, rotated) in enumerate(columns.outputs()):
+    parts, tensor = list[Part](), 0
+    for start, heads in zip(accumulate(columns.sizes, initial=0), columns.parts, strict=False):
         # In the backward one pass over the columns adds both gradients.
-        both = backward and len(part.outputs) > 1
-        if rotated or not both:
-            rotary = rope.dim * rotated
-            block = next_power_of_2(max(part.size - rotary, 1))
-            plain = tensor - 1 if both else -1
-            parts.append(Part(start, part.number, part.size, rotary, block, tensor, plain))
+        both = backward and len(heads.outputs) > 1
+        for rotated in heads.outputs:
+            if rotated or not both:
+                rotary, plain = rope.dim * rotated, tensor - 1 if both else -1
+                block = next_power_of_2(max(heads.size - rotary, 1))
+                sizes = (heads.number, heads.size, rotary, block)
+                parts.append(Part(start, *sizes, tensor, plain))
+            tensor += 1
     used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
     block_rows, programs = programs_of(x.shape[0])
     return Launch(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -13,10 +12,6 @@ from torch import Tensor
 from nsa.fields import AsText, settle
 from nsa.ops._plan import Constants
 from nsa.rope import Rope, apply_rope
-
-# Rows of the packed weights are padded to a multiple of this: Triton specializes only on strides
-# that are multiples of 16, which allow 16-byte loads.
-ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -93,30 +88,9 @@ class Columns(AsText):
         """Number of columns of each weight."""
         return [x.columns for x in (*self.parts, self.gates) if x is not None]
 
-    def outputs(self) -> Iterator[tuple[int, Heads, bool]]:
-        """Yield first column, heads and whether they are rotated, for each output tensor."""
-        for start, part in zip(accumulate(self.sizes, initial=0), self.parts, strict=False):
-            yield from ((start, part, rotated) for rotated in part.outputs)
-
     def split(self, product: Tensor) -> list[Tensor]:
         """Columns of each weight in a product ``[T, N]``, which may end with padding."""
         return list(product[:, : sum(self.sizes)].split(self.sizes, -1))
-
-
-def padded(rows: int) -> int:
-    """Number of rows including padding."""
-    return -(-rows // ALIGNMENT) * ALIGNMENT
-
-
-@torch.no_grad()
-def packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Copy weights ``[n, width]`` to one matrix ``[N, width]``, which ends with rows of zeros."""
-    rows = [weight.shape[0] for weight in weights]
-    used = sum(rows)
-    whole = weights[0].new_empty(padded(used), weights[0].shape[1], dtype=dtype)
-    torch._foreach_copy_(whole[:used].split(rows), list(weights))
-    whole[used:].zero_()
-    return whole
 
 
 def split_reference(
