@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from nsa.ops._layout import ALIGNMENT, cdiv, next_power_of_2, padded
-from nsa.ops._plan import Constants, once
+from nsa.ops._plan import Constants, is_fake, once
 from nsa.ops._triton.kernel import Launch, kernel, starts_early, wait_for_inputs
 from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32, token_positions
 from nsa.ops.projection.layout import Columns
@@ -263,7 +262,7 @@ def move(
     ``bias`` is the gate bias; in the backward, its gradient, if needed. ``tokens`` are the last
     arguments of the operators.
     """
-    if isinstance(x, FakeTensor) or x.is_meta:
+    if is_fake(x):
         return
     before, cu, num_sequences, length, *texts = tokens
     columns, rope = Columns.from_text(texts[0]), Rope.from_text(texts[1])
