@@ -416,7 +416,7 @@ class NativeSparseAttention(ProjectedAttention):
         Raises:
             ValueError: the branch is disabled; shapes or offsets do not match.
         """
-        _name, config = "choose_blocks", self.config
+        config = self.config
         check("slc" in config.branches, "config.branches", "have slc", config.branches)
         x, sequences = open_layer_input(x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q

@@ -221,10 +221,13 @@ def load_column(pointers, mask, other):
 
 
 @triton.jit
-def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` is true."""
-    d = tl.arange(0, BLOCK_D)
-    pointers = ptr + row.to(tl.int64)[:, None] * stride_row + d[None, :]
+def store_rows(ptr, row, ok, x, D: tl.constexpr):
+    """Store columns below D of the rows x ``[N, BLOCK_D]`` for which ``ok`` is true.
+
+    Rows have D adjacent columns in memory.
+    """
+    d = tl.arange(0, x.shape[1])
+    pointers = ptr + row.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(pointers, x.to(ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 

@@ -129,7 +129,7 @@ def decode_merge_kernel(
     parts = (partial_ptr, lse_ptr, first)
     if SPLITS.slc == 0:
         y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_S)
-        store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+        store_rows(out_ptr, place, ok, y, HEADS.DV)
     else:
         m = tl.arange(0, BLOCK_M)
         row_m = first_row + m
@@ -157,13 +157,13 @@ def decode_merge_kernel(
         if SPLITS.slc == 1:
             y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]
             y += load_rows(others, row_m, ok_m, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
-            store_rows(out_ptr, place_m, ok_m, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+            store_rows(out_ptr, place_m, ok_m, y, HEADS.DV)
         else:
             before = SPLITS.cmp + SPLITS.win
             at = (first + before + tl.program_id(1)).to(tl.int64) * ROWS + row_m
-            store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+            store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV)
             counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
             if is_last(counter, SPLITS.slc):
                 y = gated_branch(parts, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
                 y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
-                store_rows(out_ptr, place, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+                store_rows(out_ptr, place, ok, y, HEADS.DV)

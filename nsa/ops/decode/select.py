@@ -188,4 +188,4 @@ def decode_select_kernel(
         rows = (gates_ptr, place, row, ok)
         y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
         others = others_ptr + group.to(tl.int64) * (P.QUERIES * P.G * HEADS.DV)
-        store_rows(others, row, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+        store_rows(others, row, ok, y, HEADS.DV)

@@ -77,7 +77,7 @@ def project(
         x = x.contiguous()
     elif torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
+    cu, _, length, _, num_sequences = sequences.arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
     return list(project_op(x, list(weights), bias, *where))
 

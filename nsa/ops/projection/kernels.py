@@ -87,13 +87,10 @@ def move_heads(
     BACKWARD: tl.constexpr,
 ):
     """Copy this program's heads of one part from x to a tensor of heads, or back."""
-    HEADS: tl.constexpr = PART.heads
     SIZE: tl.constexpr = PART.size
-    ROTARY: tl.constexpr = PART.rotary
-    HALF: tl.constexpr = ROTARY // 2
-    PLAIN: tl.constexpr = PART.plain
-    begin = row[:, None] * (HEADS * SIZE)
-    plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
+    HALF: tl.constexpr = PART.rotary // 2
+    begin = row[:, None] * (PART.heads * SIZE)
+    plain = None if PART.plain < 0 else tensor_ptrs[PART.plain] + begin
     source = x_row + PART.start
     target = tensor_ptrs[PART.tensor] + begin
     if BACKWARD:
@@ -101,7 +98,7 @@ def move_heads(
     # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
     first_head = tl.program_id(1) + programs - PART.start // SIZE % programs
-    for head in tl.range(first_head % programs, HEADS, programs):
+    for head in tl.range(first_head % programs, PART.heads, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
             mask = ok[:, None] & (i < HALF)
@@ -110,8 +107,8 @@ def move_heads(
             second = load_fp32(source + at + HALF, mask)
             put(target, plain, at, first * cosine - second * sine, mask)
             put(target, plain, at + HALF, second * cosine + first * sine, mask)
-        if ROTARY < SIZE:
-            j = ROTARY + tl.arange(0, PART.block)[None, :]
+        if PART.rotary < SIZE:
+            j = PART.rotary + tl.arange(0, PART.block)[None, :]
             mask = ok[:, None] & (j < SIZE)
             at = head * SIZE + j
             put(target, plain, at, load_fp32(source + at, mask), mask)

@@ -174,7 +174,7 @@ def selected_forward(
 ) -> None:
     """Write the results; ``unique`` tells whether no query selects a block twice."""
     q, k, v, block_indices = inputs = inputs.read()
-    _name, counted = "selected_attention", "selections (tokens times KV heads times slots)"
+    counted = "selections (tokens times KV heads times slots)"
     check_queries(q)
     check_keys("k", k)
     check_numbers("block_indices", block_indices.numel(), counted)
