@@ -149,10 +149,11 @@ def gated_branch(
     """
     out_ptr, lse_ptr, first = parts
     gates_ptr, place, row, ok = rows
-    d = tl.arange(0, HEADS.BLOCK_DV)
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    d = tl.arange(0, BLOCK_DV)
     largest = tl.full(row.shape, -1e30, tl.float32)
     total = tl.zeros(row.shape, tl.float32)
-    acc = tl.zeros([row.shape[0], HEADS.BLOCK_DV], tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
     for s0 in tl.range(0, NUM, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         at = (first + before + s).to(tl.int64)[:, None] * ROWS + row[None, :]  # [BLOCK_S, M]
@@ -187,7 +188,8 @@ def gated_sum(
     """Gated sum ``[M, BLOCK_DV]`` of the compressed branch and the window."""
     ROWS: tl.constexpr = P.QUERIES * P.G
     _, _, row, _ = rows
-    out = tl.zeros([row.shape[0], HEADS.BLOCK_DV], tl.float32)
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
     if SPLITS.cmp * HAS_CMP > 0:
         out += gated_branch(parts, rows, 0, 0, SPLITS.cmp, ROWS, HEADS, BLOCK_S)
     if SPLITS.win > 0:

@@ -307,6 +307,8 @@ def selected_reduce_kernel(
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED) != DQ:
             return
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     HKV: tl.constexpr = HEADS.HQ // HEADS.G
     dk_part_ptr, dv_part_ptr = partial
     key_blocks = HKV * num_blocks
@@ -325,14 +327,14 @@ def selected_reduce_kernel(
             first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
             inside = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
             ok = block * BLOCKS.SIZE + inside < num_tokens
-            dk = tl.zeros([BLOCK_K, HEADS.BLOCK_D], tl.float32)
-            dv = tl.zeros([BLOCK_K, HEADS.BLOCK_DV], tl.float32)
+            dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+            dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
             for chunk in tl.range(begin, end, BLOCK_C):
                 chunks = chunk + tl.arange(0, BLOCK_C)
                 part = chunks[None, :] * BLOCKS.SIZE + inside[:, None]  # [BLOCK_K, BLOCK_C]
                 there = ok[:, None] & (chunks < end)[None, :]
-                dk += tl.sum(load_slots(dk_part_ptr, part, there, HEADS.D, HEADS.BLOCK_D), 1)
-                dv += tl.sum(load_slots(dv_part_ptr, part, there, HEADS.DV, HEADS.BLOCK_DV), 1)
+                dk += tl.sum(load_slots(dk_part_ptr, part, there, HEADS.D, BLOCK_D), 1)
+                dv += tl.sum(load_slots(dv_part_ptr, part, there, HEADS.DV, BLOCK_DV), 1)
             row = (first_key + block * BLOCKS.SIZE + inside).to(tl.int64) * HKV + head
             targets = (sums, grads, begin_ptr, length_ptr)
             segments = (segment, last_segment)
@@ -364,18 +366,19 @@ def selected_merge_dq_kernel(
     Programs handle the same rows as in ``selected_merge_out_kernel``.
     """
     D: tl.constexpr = HEADS.D
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
     if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         for step in tl.range(0, STEPS, num_stages=1):
             r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
             first_row = segment.to(tl.int64) * segment_rows
             row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HEADS.HQ
-            dq = tl.zeros([BLOCK_M, HEADS.BLOCK_D], tl.float32)
+            dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for first in tl.range(0, BLOCKS.N * PARTS, BLOCK_S):
                 part, ok = slot_rows(
                     key_ptr, r, row_ok, first, first_row, absent, HEADS, BLOCKS.N, PARTS, BLOCK_S
                 )
-                dq += tl.sum(load_slots(part_ptr, part, ok, D, HEADS.BLOCK_D), 1)
+                dq += tl.sum(load_slots(part_ptr, part, ok, D, BLOCK_D), 1)
             row = first_row * HEADS.HQ + r
             if ADD:
-                dq += load_rows(dq_ptr, row, row_ok, D, D, HEADS.BLOCK_D).to(tl.float32)
+                dq += load_rows(dq_ptr, row, row_ok, D, D, BLOCK_D).to(tl.float32)
             store_rows(dq_ptr, row, row_ok, dq, D)

@@ -141,6 +141,7 @@ def selected_fwd_kernel(
     Program (i, h) computes the i-th tile of ``ROWS`` rows from the end (queries by query heads of
     KV head h), in a loop over the blocks of its list, at most ``LIST_LEN``.
     """
+    BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
     STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
@@ -151,15 +152,15 @@ def selected_fwd_kernel(
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         keys = Span(head_kv, first_key, num_tokens)
-        rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, TILE.rows)
+        rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         q = load_tile(q_ptr, q_at, rows.ok, HEADS.D, HEADS.BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        row_max, total, acc = softmax_start(TILE.rows, HEADS.BLOCK_DV)
+        row_max, total, acc = softmax_start(BLOCK_M, HEADS.BLOCK_DV)
         scale = softmax_scale * LOG2_E
         tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
         begin, skipped, local = 0, 0, None
         if tile_stats_ptr is not None:
-            local = tl.zeros([TILE.rows], tl.int32)  # first key of the last two local blocks
+            local = tl.zeros([BLOCK_M], tl.int32)  # first key of the last two local blocks
             if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
                 local = (rows.t // BLOCK_SIZE - 1) * BLOCK_SIZE
                 skipped = tl.load(tile_list.count_ptr + 3)
@@ -246,6 +247,7 @@ def selected_dq_kernel(
             return
     D: tl.constexpr = HEADS.D
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
     STEPS: tl.constexpr = BLOCKS.SIZE // BLOCK_N
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -255,7 +257,7 @@ def selected_dq_kernel(
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         keys = Span(head_kv, first_key, num_tokens)
-        rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, TILE.rows)
+        rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         dout_at = rows.token * stride_do[0] + rows.head * stride_do[1]
         out_row = rows.token * HEADS.HQ + rows.head
@@ -276,7 +278,7 @@ def selected_dq_kernel(
             HEADS.BLOCK_DV,
         )
         q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        dq = tl.zeros([TILE.rows, BLOCK_D], tl.float32)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
         tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
         next_block, next_mask = first_step(tile_list, 0, 0, STEPS)
