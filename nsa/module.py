@@ -143,13 +143,9 @@ class Gate(nn.Module):
         """
         if self.net is not None and self.columns is not None:
             return activate(self.net(x), self.columns)
-        shares = [
-            1.0 / self.config.num_branches if name in self.config.branches else 0.0
-            for name in BRANCHES
-        ]
         gates = x.new_empty(x.shape[0], self.config.num_heads, len(BRANCHES))
-        for branch, share in enumerate(shares):
-            gates[..., branch] = share
+        for branch, name in enumerate(BRANCHES):
+            gates[..., branch] = (name in self.config.branches) / self.config.num_branches
         return gates
 
 
@@ -258,21 +254,7 @@ class NativeSparseAttention(ProjectedAttention):
     def __init__(self, width: int, config: NSAConfig) -> None:
         check(width > 0, "width", "be positive", width)
         super().__init__(width, config)
-        key_size = config.num_kv_heads * config.head_dim
-        value_size = config.num_kv_heads * config.value_dim
-        self.q_proj = self._linear(width, config.num_heads * config.head_dim)
-        if config.share_kv:
-            self.k_proj = self._linear(width, key_size)
-            self.v_proj = self._linear(width, value_size)
-        else:
-            if config.compresses_keys:
-                self.k_cmp_proj = self._linear(width, key_size)
-            if "cmp" in config.branches:
-                self.v_cmp_proj = self._linear(width, value_size)
-            for branch in ("slc", "win"):
-                if branch in config.branches:
-                    setattr(self, f"k_{branch}_proj", self._linear(width, key_size))
-                    setattr(self, f"v_{branch}_proj", self._linear(width, value_size))
+        parts = self._add_projections()
         if config.qk_norm:
             for name in self.projections:
                 if name[0] in "qk":
@@ -283,7 +265,7 @@ class NativeSparseAttention(ProjectedAttention):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
-        self._describe_outputs()
+        self.describe_columns(parts, self.gate.columns if self.gate.is_linear else None)
         # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
         # DDP would broadcast it.
         self.statistics: Tensor | None = None
@@ -311,20 +293,29 @@ class NativeSparseAttention(ProjectedAttention):
             count,
         )
 
-    def _describe_outputs(self) -> None:
-        """Set the columns of the projections and the name of each output."""
+    def _add_projections(self) -> list[Heads]:
+        """Add the projections; return their columns, and set the outputs and their use."""
         config = self.config
-        raw = {"q"} if config.compress_rope == "none" and config.compresses_keys else set()
-        raw |= {"k", "k_cmp"} if config.compresses_keys else set()
-        rotated = {"q", "k", "k_slc", "k_win"}
+        kinds = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
+        used = [kind for kind in kinds if kind[2:] in config.branches]
+        used += ["k_cmp"] if config.compresses_keys else []
+        # Output for each key and value of a branch, empty if it is not used.
+        shared = {kind: "k_raw" if kind == "k_cmp" else kind[0] for kind in kinds}
+        names = shared if config.share_kv else dict(zip(kinds, kinds, strict=True))
+        self._sources = [names[kind] if kind in used else "" for kind in kinds]
+        # Rotated queries and keys that are needed unrotated, too.
+        raw = {"k"} if config.compresses_keys else set()
+        raw |= {"q"} if config.compresses_keys and config.compress_rope == "none" else set()
         parts, self._outputs = list[Heads](), list[str]()
-        for name in self.projections:
-            number = config.num_heads if name == "q" else config.num_kv_heads
-            size = config.value_dim if name[0] == "v" else config.head_dim
-            both = name in raw & rotated
-            parts.append(Heads(number, size, (False, True) if both else (name in rotated,)))
-            self._outputs += [f"{name}_raw", name] if both else [name]
-        self.describe_columns(parts, self.gate.columns if self.gate.is_linear else None)
+        for name, key in PROJECTIONS:
+            if name == "q" or name in (("k", "v") if config.share_kv else used):
+                number = config.num_heads if name == "q" else config.num_kv_heads
+                size = config.value_dim if name[0] == "v" else config.head_dim
+                setattr(self, key, self._linear(self.width, number * size))
+                rotated = name in ("q", "k", "k_slc", "k_win")
+                parts.append(Heads(number, size, (False, True) if name in raw else (rotated,)))
+                self._outputs += [f"{name}_raw", name] if name in raw else [name]
+        return parts
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.
@@ -333,16 +324,8 @@ class NativeSparseAttention(ProjectedAttention):
             found: heads ``[T, H, size]``, and gates if they are columns of the projection.
             x: the layer's input ``[T, width]``, for gates that are not among the columns.
         """
-        heads, config = dict(zip(self._outputs, found, strict=False)), self.config
-        if config.share_kv:
-            heads |= {"k_cmp": heads.get("k_raw", heads["k"])}
-            heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win")}
-            heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
-        on = {"k_cmp": config.compresses_keys}
-        names = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
-        given = (
-            heads.get(name) if on.get(name, name[2:] in config.branches) else None for name in names
-        )
+        heads = dict(zip(self._outputs, found, strict=False))
+        given = [heads.get(name) for name in self._sources]
         gates = found[-1] if len(found) > len(self._outputs) else self.gate(x)
         return AttentionInputs._make((heads["q"], *given, gates, self._phi(), heads.get("q_raw")))
 
