@@ -333,7 +333,7 @@ def test_frozen_scores_still_select():
     module, x = layer(small(branches=("slc",))), tokens(257)
     before = module(x)
     with torch.no_grad():
-        module.k_cmp_proj.weight.neg_()
+        module.get_parameter("k_cmp_proj.weight").neg_()
     after = module(x)
     near(after[:64], array(before[:64]))
     assert distance(after[64:], before[64:]) > 1e-3

@@ -354,6 +354,9 @@ def range_dkv_kernel(
     Program (i, h, c) computes the i-th block of keys of KV head h, in a loop over the queries of
     chunk c that see any of them, head by head.
     """
+    D: tl.constexpr = HEADS.D
+    DV: tl.constexpr = HEADS.DV
+    TMA: tl.constexpr = TILE.tma
     G: tl.constexpr = HEADS.G
     HKV: tl.constexpr = HEADS.HQ // G
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
@@ -387,9 +390,9 @@ def range_dkv_kernel(
         if (first < end) | (tl.num_programs(2) == 1):
             # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
             k_ptr += head_kv * stride_k[1]
-            k = load_rows(k_ptr, key_row, key_ok, stride_k[0], HEADS.D, BLOCK_D)
+            k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
             v_ptr += head_kv * stride_v[1]
-            v = load_rows(v_ptr, key_row, key_ok, stride_v[0], HEADS.DV, BLOCK_DV)
+            v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
             offset = num_tokens - num_q
             scale = softmax_scale * LOG2_E
             # Query tiles, each processed once per head: masked, unmasked, masked, and past the end
@@ -410,26 +413,10 @@ def range_dkv_kernel(
                     queries = Span(head, first_q, num_q)
                     # Load queries [BLOCK_M, BLOCK_D] and dout [BLOCK_M, BLOCK_DV].
                     q = load_keys(
-                        q_source,
-                        queries,
-                        row,
-                        stride_q,
-                        HEADS.D,
-                        BLOCK_D,
-                        BLOCK_M,
-                        part == 3,
-                        TILE.tma,
+                        q_source, queries, row, stride_q, D, BLOCK_D, BLOCK_M, part == 3, TMA
                     )
                     dout = load_keys(
-                        dout_source,
-                        queries,
-                        row,
-                        stride_do,
-                        HEADS.DV,
-                        BLOCK_DV,
-                        BLOCK_M,
-                        part == 3,
-                        TILE.tma,
+                        dout_source, queries, row, stride_do, DV, BLOCK_DV, BLOCK_M, part == 3, TMA
                     )
                     m = tl.arange(0, BLOCK_M)
                     at = head.to(tl.int64) * num_rows + first_q + row
@@ -455,8 +442,8 @@ def range_dkv_kernel(
                     ds = (p * (dp - of_queries(delta, KEYS_AS_ROWS))).to(q.dtype)
                     dk = key_gradient(dk, ds, q, KEYS_AS_ROWS)
             out_row = (chunk.to(tl.int64) * num_rows_key + key_row) * HKV + head_kv
-            store_rows(dk_ptr, out_row, key_ok, dk * softmax_scale, HEADS.D)
-            store_rows(dv_ptr, out_row, key_ok, dv, HEADS.DV)
+            store_rows(dk_ptr, out_row, key_ok, dk * softmax_scale, D)
+            store_rows(dv_ptr, out_row, key_ok, dv, DV)
 
 
 @kernel(do_not_specialize=VARYING, repr=name_of("range_reduce_kernel"))

@@ -175,6 +175,7 @@ def selected_gather_bwd_kernel(
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
+    KEYS_AS_ROWS: tl.constexpr = TILE.keys_as_rows
     HKV: tl.constexpr = HEADS.HQ // G
     PARTS: tl.constexpr = BLOCKS.SIZE // BLOCK_N
     SMALL: tl.constexpr = BLOCK_D + BLOCK_DV <= 128
@@ -242,23 +243,10 @@ def selected_gather_bwd_kernel(
                 causal = past == 0 if SPLIT else r < hidden * G
                 t = offset + rows.query
                 dk, dv, ds = add_gradients(
-                    dk,
-                    dv,
-                    q,
-                    dout,
-                    lse,
-                    delta,
-                    k,
-                    v,
-                    key,
-                    t,
-                    causal,
-                    scale,
-                    TILE.keys_as_rows,
-                    EARLY,
+                    dk, dv, q, dout, lse, delta, k, v, key, t, causal, scale, KEYS_AS_ROWS, EARLY
                 )
                 if DQ:
-                    dq = query_gradient(ds, k, TILE.keys_as_rows)  # [BLOCK_M, BLOCK_D] fp32
+                    dq = query_gradient(ds, k, KEYS_AS_ROWS)  # [BLOCK_M, BLOCK_D] fp32
                     slot = (rows.selection * PARTS + part) * G + rows.head
                     store_rows(part_ptr, slot, rows.ok, dq * softmax_scale, D)
         if chunk.alone:
