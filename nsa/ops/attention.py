@@ -22,7 +22,7 @@ from nsa.ops._operator import Call, KeyRange, register_attention
 from nsa.ops._side_stream import fork_join
 from nsa.ops.combination import combine, run_combine
 from nsa.ops.range import run_compressed_attention, run_window_attention
-from nsa.ops.range.reference import RangeInputs, RangeResults
+from nsa.ops.range.types import RangeInputs, RangeResults
 from nsa.ops.selected import SelectedInputs, run_selected_attention
 from nsa.ops.selected.types import SelectedResults
 from nsa.ops.selection import run_select_blocks
