@@ -301,22 +301,14 @@ def load_statistics(
     lse = tl.load(lse_ptr + at, mask=ok, other=float("inf"))
     if gated is not None:
         gates_ptr, dgates_ptr, gated_lse_ptr = gated
-        lse = gated_lse(lse, gates_ptr, dgates_ptr, out_row * 3 + BRANCH, delta, ok)
+        gate_at = out_row * 3 + BRANCH
+        tl.store(dgates_ptr + gate_at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
+        gate = tl.load(gates_ptr + gate_at, mask=ok, other=0.0).to(tl.float32)
+        off = gate == 0
+        # A negative gate results in NaN rather than a wrong gradient.
+        lse = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
         tl.store(gated_lse_ptr + at, lse, mask=ok)
     return delta, lse * LOG2_E
-
-
-@triton.jit
-def gated_lse(lse, gates_ptr, dgates_ptr, at, delta, ok):
-    """lse of a branch minus the log of its gates; stores ``delta``, the gate gradient.
-
-    ``at`` are the offsets of gates and gradients.
-    """
-    tl.store(dgates_ptr + at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
-    gate = tl.load(gates_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    off = gate == 0
-    # A negative gate results in NaN rather than a wrong gradient.
-    return tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
 
 
 @triton.jit
