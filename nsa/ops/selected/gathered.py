@@ -131,26 +131,6 @@ def find_chunk(
 
 
 @triton.jit
-def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
-    """Number of leading selections of a chunk whose queries treat its block as local.
-
-    See ``tiled.py``; ``order_ptr`` points to the first selection of the chunk.
-    """
-    local = 0
-    if chunk.block == 0:
-        local = chunk.count
-    elif chunk.t < (chunk.block + 2) * BLOCKS.SIZE:
-        # Queries are ordered, one per position.
-        index = tl.arange(0, 2 * BLOCKS.SIZE)
-        inside = index < chunk.count
-        query = tl.load(order_ptr + index, mask=inside, other=0) // (HKV * BLOCKS.N)
-        later = (query - tl.load(order_ptr) // (HKV * BLOCKS.N)).to(tl.int32)
-        near = inside & (chunk.t + later < (chunk.block + 2) * BLOCKS.SIZE)
-        local = tl.sum(near.to(tl.int32), 0)
-    return local
-
-
-@triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
     """Load in a column layout, see ``load_column``; ``SPLIT`` loops load directly (faster)."""
     if SPLIT:
@@ -260,7 +240,18 @@ def selected_gather_fwd_kernel(
     )
     head_kv = chunk.head_kv
     order_ptr = chunks[0] + chunk.begin
-    local = local_selections(order_ptr, chunk, HKV, BLOCKS)
+    # Leading selections whose queries treat the block as local, see ``tiled.py``.
+    local = 0
+    if chunk.block == 0:
+        local = chunk.count
+    elif chunk.t < (chunk.block + 2) * BLOCKS.SIZE:
+        # Queries are ordered, one per position.
+        index = tl.arange(0, 2 * BLOCKS.SIZE)
+        inside = index < chunk.count
+        query = tl.load(order_ptr + index, mask=inside, other=0) // (HKV * BLOCKS.N)
+        later = (query - tl.load(order_ptr) // (HKV * BLOCKS.N)).to(tl.int32)
+        near = inside & (chunk.t + later < (chunk.block + 2) * BLOCKS.SIZE)
+        local = tl.sum(near.to(tl.int32), 0)
     if chunk.count > local:
         first_key, num_tokens = sequence_rows(cu_k_ptr, chunk.sequence, len_k)
         part = tl.program_id(1)
