@@ -67,7 +67,14 @@ class LowRank(nn.Module):
 
 
 class Tagged(Tensor):
-    """A weight that counts as another class, as those of torchao do."""
+    """A weight of another class, which changes its product, as those of torchao do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs)
+        return found * 2 if function is nn.functional.linear else found
 
 
 def replaced(layer: nn.Module, name: str, make: Callable[[nn.Linear], nn.Module]) -> None:
