@@ -8,37 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as torch_module
+from torch.nn import Linear, Module, Parameter
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
-# torch.export replaces parameters by fake tensors.
-PLAIN_PARAMETERS = (nn.Parameter, FakeTensor)
 
-
-def have_hooks(modules: Iterable[nn.Module]) -> bool:
+def have_hooks(modules: Iterable[Module]) -> bool:
     """Whether a module, or every module, has hooks of its forward or backward pass."""
     # torch.compile recompiles when a length changes, but not when a dictionary becomes true.
-    if (
-        len(torch_module._global_forward_hooks)
-        or len(torch_module._global_forward_pre_hooks)
-        or len(torch_module._global_backward_hooks)
-        or len(torch_module._global_backward_pre_hooks)
-    ):
-        return True
+    number = (
+        len(_global_forward_hooks)
+        + len(_global_forward_pre_hooks)
+        + len(_global_backward_hooks)
+        + len(_global_backward_pre_hooks)
+    )
     for module in modules:
         state = module.__dict__
-        if (
+        number += (
             len(state["_forward_hooks"])
-            or len(state["_forward_pre_hooks"])
-            or len(state["_backward_hooks"])
-            or len(state["_backward_pre_hooks"])
-        ):
-            return True
-    return False
+            + len(state["_forward_pre_hooks"])
+            + len(state["_backward_hooks"])
+            + len(state["_backward_pre_hooks"])
+        )
+    return number > 0
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: Module, kind: type[Module]) -> bool:
     """Whether a call of the module only applies the forward of ``kind`` to plain parameters.
 
     False for subclasses (which LoRA, quantization and parametrizations make), replaced forwards,
@@ -47,24 +48,42 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     state = module.__dict__
     if type(module) is not kind or "forward" in state or have_hooks((module,)):
         return False
-    given = state["_parameters"].values()
-    return all(x is None or type(x) in PLAIN_PARAMETERS for x in given)
+    for x in state["_parameters"].values():
+        # torch.export replaces parameters by fake tensors.
+        if x is not None and type(x) is not Parameter and type(x) is not FakeTensor:
+            return False
+    return True
 
 
-def plain_weights(linears: list[nn.Module]) -> list[Tensor] | None:
-    """Weights of linear layers without bias; None if one of them has to be called."""
-    weights: list[Tensor] = []  # Dynamo does not trace list[Tensor]()
-    if have_hooks(linears):
+def plain_weights(linears: Iterable[Module]) -> list[Tensor] | None:
+    """Weights of linear layers without bias; None if one of them has to be called.
+
+    Every eager pass of a layer calls this function, so the modules are inspected in one loop.
+    """
+    if (
+        len(_global_forward_hooks)
+        + len(_global_forward_pre_hooks)
+        + len(_global_backward_hooks)
+        + len(_global_backward_pre_hooks)
+    ):
         return None
+    weights: list[Tensor] = []  # Dynamo does not trace list[Tensor]()
     for module in linears:
-        if type(module) is not nn.Linear:
-            return None
         state = module.__dict__
         parameters = state["_parameters"]
-        weight = parameters.get("weight")
-        if type(weight) not in PLAIN_PARAMETERS or len(parameters) != 2 or "forward" in state:
+        if (
+            type(module) is not Linear
+            or "forward" in state
+            or "weight" not in parameters
+            or parameters["bias"] is not None
+            or len(state["_forward_hooks"])
+            + len(state["_forward_pre_hooks"])
+            + len(state["_backward_hooks"])
+            + len(state["_backward_pre_hooks"])
+        ):
             return None
-        if parameters["bias"] is not None:
+        weight = parameters["weight"]
+        if type(weight) is not Parameter and type(weight) is not FakeTensor:
             return None
         weights.append(weight)
     return weights

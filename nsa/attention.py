@@ -127,11 +127,9 @@ def native_sparse_attention(
         ValueError: a tensor of an enabled branch is missing; shapes, dtypes or offsets do not
             match.
     """
-    name = "native_sparse_attention"
     backend = choose_backend(backend, q)
-    keys = _check_inputs_of_branches(
-        name, config, q, gates, k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win
-    )
+    of_branches = (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
+    keys = _check_inputs_of_branches(config, q, gates, *of_branches)
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sequences = open_sequences(q, keys, *offsets, backend, sequences)
     if rope is not None:
@@ -143,7 +141,6 @@ def native_sparse_attention(
         check_weights("phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights("phi[1]", phi_v, config, config.value_dim)
-    of_branches = (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     packed = (None if x is None else pack(x) for x in (q, *of_branches, gates))
     inputs = AttentionInputs._make((*packed, phi, q_cmp))
     call = Call(config, sequences, scale_of(config, softmax_scale))
@@ -173,7 +170,7 @@ def attend(
     Returns:
         ``[T, Hq, Dv]`` in the dtype of ``q``.
     """
-    _name, config = "native_sparse_attention", call.config
+    config = call.config
     backend = choose_backend(backend, inputs.q)
     if config.compresses_keys:
         call = replace(call, sequences=call.sequences.with_blocks(config))
@@ -268,16 +265,11 @@ def check_inputs(
     if repeated.any():
         token, head, slot = (int(x) for x in repeated.nonzero()[0])
         where = f"block {int(ids[token, head, slot])} twice at query {token}, KV head {head}"
-        check(
-            False,
-            "block_indices",
-            "name a block at most once for each query and KV head",
-            where,
-        )
+        fail("block_indices", "name a block at most once for each query and KV head", where)
 
 
 def _check_inputs_of_branches(
-    name: str, config: NSAConfig, q: Tensor, gates: Tensor, *tensors: Tensor | None
+    config: NSAConfig, q: Tensor, gates: Tensor, *tensors: Tensor | None
 ) -> tuple[int, ...]:
     """Check the inputs of the enabled branches; return the leading shape of the keys."""
     check_heads("q", q, config.num_heads, config.head_dim, q)
@@ -310,13 +302,8 @@ def _check_gates(gates: Tensor) -> None:
     """Check that no gate is negative; NaN is allowed."""
     negative = gates < 0
     if negative.any():
-        check(
-            False,
-            "gates",
-            "be at least 0",
-            float(gates[negative][0]),
-            "Give them activated, as by a sigmoid.",
-        )
+        hint = "Give them activated, as by a sigmoid."
+        fail("gates", "be at least 0", float(gates[negative][0]), hint)
 
 
 def _compressed_queries(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import numbers
 import typing
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from nsa.errors import check, fail, nearest, nearest_hint
 
@@ -28,6 +29,26 @@ def settle(config: Any) -> None:
     for name, hint in _hints(cls).items():
         value = _settled(getattr(config, name), hint, cls.__name__, name)
         object.__setattr__(config, name, value)
+
+
+class AsText:
+    """Base of frozen dataclasses that registered operators accept as a string.
+
+    Attributes:
+        text: all fields as JSON.
+    """
+
+    text: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        settle(self)
+        object.__setattr__(self, "text", json.dumps(dataclasses.asdict(cast(Any, self))))
+
+    @classmethod
+    @functools.cache
+    def from_text(cls, text: str) -> Self:
+        """Return the object with this :attr:`text`."""
+        return cls(**json.loads(text))
 
 
 def check_field(config: Any, fits: bool, name: str, rule: str, hint: str = "") -> None:

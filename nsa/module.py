@@ -17,8 +17,7 @@ from nsa.errors import check, fail
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
-from nsa.ops.projection import Columns, Gates, Heads, activate, normalise_heads, project
-from nsa.ops.projection.layout import Rotated
+from nsa.ops.projection import Columns, Gates, Heads, activate, project
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
 from nsa.rope import Rope, apply_rope
@@ -144,25 +143,108 @@ class Gate(nn.Module):
         """
         if self.net is not None and self.columns is not None:
             return activate(self.net(x), self.columns)
-        shares = [
-            1.0 / self.config.num_branches if name in self.config.branches else 0.0
-            for name in BRANCHES
-        ]
         gates = x.new_empty(x.shape[0], self.config.num_heads, len(BRANCHES))
-        for branch, share in enumerate(shares):
-            gates[..., branch] = share
+        for branch, name in enumerate(BRANCHES):
+            gates[..., branch] = (name in self.config.branches) / self.config.num_branches
         return gates
 
 
-class NativeSparseAttention(nn.Module):
+class ProjectedAttention(nn.Module):
+    """Base of attention layers: projections in one product, normalised and rotated.
+
+    The weights of plain projections are multiplied in one product. If anything is attached to one
+    of them (LoRA, hooks, quantization, pruning, a bias), each projection is called instead.
+
+    Args:
+        width: size of the layer's input.
+        config: heads, rotation and normalisation.
+    """
+
+    def __init__(self, width: int, config: NSAConfig) -> None:
+        super().__init__()
+        self.width, self.config = width, config
+        self.rope = Rope.from_config(config)
+
+    def describe_columns(self, parts: list[Heads], gates: Gates | None = None) -> None:
+        """Set the columns of the projections, in their order, and of gates in the same product."""
+        self._without_gates = Columns(tuple(parts))
+        self.columns = Columns(tuple(parts), gates)
+
+    @property
+    def projections(self) -> dict[str, nn.Module]:
+        """Projections of queries, keys and values by name, in the order of the columns."""
+        modules: dict[str, Any] = self.__dict__["_modules"]
+        return {name: modules[key] for name, key in PROJECTIONS if key in modules}
+
+    def plain_weights(self) -> tuple[list[Tensor], Tensor | None] | None:
+        """Weights of one product for the whole layer, gates last, and the bias of the gates.
+
+        None if something is attached to a projection or to the gates, which must then be called.
+        """
+        weights = plain_weights(self.projections.values())
+        if weights is None or self.columns.gates is None:
+            return None if weights is None else (weights, None)
+        gate: Gate = self.__dict__["_modules"]["gate"]
+        net: nn.Module = gate.__dict__["_modules"]["net"]
+        if not (is_plain(gate, Gate) and is_plain(net, GateLinear)):
+            return None
+        parameters = net.__dict__["_parameters"]
+        weights.append(parameters["weight"])
+        return weights, parameters["bias"]
+
+    @in_stage(PROJECTION)
+    def _project(
+        self, x: Tensor, sequences: Sequences, before: Tensor | None = None
+    ) -> list[Tensor]:
+        plain = self.plain_weights()
+        if plain is None:
+            product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
+            return self.split(product, None, sequences, before)
+        weights, bias = plain
+        if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
+            rule = f"have the dtype of the weights ({weights[0].dtype}), or run under autocast"
+            fail("x", rule, x.dtype)
+        if self.config.qk_norm:
+            product = nn.functional.linear(x, torch.cat(weights))
+            return self.split(product, bias, sequences, before)
+        return project(x, weights, bias, self.columns, sequences, self.rope, before=before)
+
+    def split(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        sequences: Sequences,
+        before: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Split products of the projections into heads (and gates), normalised and rotated.
+
+        Args:
+            product: ``[T, N]``, products of all projections side by side, which may end with
+                padding; with ``bias`` also the gates' logits.
+            bias: bias of the gates, or None.
+            sequences: the sequences of the tokens.
+            before: number of earlier tokens of each sequence, int32 ``[B]``; None means 0.
+        """
+        columns = self._without_gates if bias is None else self.columns
+        if self.config.qk_norm:
+            pieces = columns.split(product)
+            for k, (name, part) in enumerate(zip(self.projections, columns.parts, strict=True)):
+                norm: Any = self.__dict__["_modules"].get(f"{name}_norm")
+                if norm is not None:
+                    heads = pieces[k].unflatten(-1, (part.number, part.size))
+                    pieces[k] = norm(heads).flatten(-2)
+            product = torch.cat(pieces, dim=-1)
+        return project(product, (), bias, columns, sequences, self.rope, before=before)
+
+
+class NativeSparseAttention(ProjectedAttention):
     """A Native Sparse Attention layer (arXiv:2502.11089): self-attention for a causal decoder.
 
     Args:
         width: size of the residual stream.
         config: the sparse pattern.
 
-    The weights of plain projections are multiplied in one product. If anything is attached to one
-    of them (LoRA, hooks, quantization, pruning, a bias), each projection is called instead.
+    Plain projections run as one product, see :class:`ProjectedAttention`.
 
     With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
     gradient reaches their projection and phi, so these are frozen, and a log line reports it. With
@@ -170,25 +252,9 @@ class NativeSparseAttention(nn.Module):
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
-        super().__init__()
         check(width > 0, "width", "be positive", width)
-        self.width, self.config = width, config
-        self.rope = Rope.from_config(config)
-        key_size = config.num_kv_heads * config.head_dim
-        value_size = config.num_kv_heads * config.value_dim
-        self.q_proj = self._linear(width, config.num_heads * config.head_dim)
-        if config.share_kv:
-            self.k_proj = self._linear(width, key_size)
-            self.v_proj = self._linear(width, value_size)
-        else:
-            if config.compresses_keys:
-                self.k_cmp_proj = self._linear(width, key_size)
-            if "cmp" in config.branches:
-                self.v_cmp_proj = self._linear(width, value_size)
-            for branch in ("slc", "win"):
-                if branch in config.branches:
-                    setattr(self, f"k_{branch}_proj", self._linear(width, key_size))
-                    setattr(self, f"v_{branch}_proj", self._linear(width, value_size))
+        super().__init__(width, config)
+        parts = self._add_projections()
         if config.qk_norm:
             for name in self.projections:
                 if name[0] in "qk":
@@ -199,7 +265,7 @@ class NativeSparseAttention(nn.Module):
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
         self.o_proj = self._linear(config.num_heads * config.value_dim, width)
-        self.columns, self._outputs = self._describe_columns()
+        self.describe_columns(parts, self.gate.columns if self.gate.is_linear else None)
         # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
         # DDP would broadcast it.
         self.statistics: Tensor | None = None
@@ -227,85 +293,29 @@ class NativeSparseAttention(nn.Module):
             count,
         )
 
-    @property
-    def projections(self) -> dict[str, nn.Module]:
-        """Projections of queries, keys and values by name, in the order of the columns."""
-        modules: dict[str, Any] = self.__dict__["_modules"]
-        return {name: modules[key] for name, key in PROJECTIONS if key in modules}
-
-    def _describe_columns(self) -> tuple[Columns, list[str]]:
-        """Return the columns of the projection and the name of each output."""
+    def _add_projections(self) -> list[Heads]:
+        """Add the projections; return their columns, and set the outputs and their use."""
         config = self.config
-        raw = {"q"} if config.compress_rope == "none" and config.compresses_keys else set()
-        raw |= {"k", "k_cmp"} if config.compresses_keys else set()
-        turned = {"q", "k", "k_slc", "k_win"}
-        parts, outputs = list[Heads](), list[str]()
-        for name in self.projections:
-            number = config.num_heads if name == "q" else config.num_kv_heads
-            size = config.value_dim if name[0] == "v" else config.head_dim
-            rotated: Rotated = "no"
-            if name in turned:
-                rotated = "both" if name in raw else "yes"
-            parts.append(Heads(number, size, rotated))
-            outputs += [f"{name}_raw", name] if rotated == "both" else [name]
-        return Columns(tuple(parts), self.gate.columns if self.gate.is_linear else None), outputs
-
-    def plain_weights(self) -> tuple[list[Tensor], Tensor | None] | None:
-        """Weights of one product for the whole layer, gates last, and the bias of the gates.
-
-        None if something is attached to a projection or to the gates, which must then be called.
-        """
-        weights = plain_weights([*self.projections.values()])
-        gate: Gate = self.__dict__["_modules"]["gate"]
-        if weights is None or not gate.is_linear:
-            return None if weights is None else (weights, None)
-        net: nn.Module = gate.__dict__["_modules"]["net"]
-        if not (is_plain(gate, Gate) and is_plain(net, GateLinear)):
-            return None
-        parameters = net.__dict__["_parameters"]
-        weights.append(parameters["weight"])
-        return weights, parameters["bias"]
-
-    @in_stage(PROJECTION)
-    def _project(
-        self, x: Tensor, sequences: Sequences, before: Tensor | None = None
-    ) -> list[Tensor]:
-        plain = self.plain_weights()
-        if plain is not None:
-            dtype = plain[0][0].dtype
-            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-                rule = f"have the dtype of the module's weights ({dtype}), or run under autocast"
-                fail("x", rule, x.dtype)
-            if not self.config.qk_norm:
-                return project(x, *plain, self.columns, sequences, self.rope, before=before)
-            product, bias = nn.functional.linear(x, torch.cat(plain[0])), plain[1]
-        else:
-            product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
-            bias = None
-        return self.split(product, bias, sequences, before)
-
-    def split(
-        self,
-        product: Tensor,
-        bias: Tensor | None,
-        sequences: Sequences,
-        before: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Split products of the projections into heads (and gates), normalised and rotated.
-
-        Args:
-            product: ``[T, N]``, products of all projections side by side; with ``bias`` also the
-                gates' logits.
-            bias: bias of the gates, or None.
-            sequences: the sequences of the tokens.
-            before: number of earlier tokens of each sequence, int32 ``[B]``; None means 0.
-        """
-        columns = self.columns if bias is not None else self.columns.without_gates
-        if self.config.qk_norm:
-            modules: dict[str, Any] = self._modules
-            norms = [modules.get(f"{name}_norm") for name in self.projections]
-            product = normalise_heads(product, columns, norms)
-        return project(product, None, bias, columns, sequences, self.rope, before=before)
+        kinds = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
+        used = [kind for kind in kinds if kind[2:] in config.branches]
+        used += ["k_cmp"] if config.compresses_keys else []
+        # Output for each key and value of a branch, empty if it is not used.
+        shared = {kind: "k_raw" if kind == "k_cmp" else kind[0] for kind in kinds}
+        names = shared if config.share_kv else dict(zip(kinds, kinds, strict=True))
+        self._sources = [names[kind] if kind in used else "" for kind in kinds]
+        # Rotated queries and keys that are needed unrotated, too.
+        raw = {"k"} if config.compresses_keys else set()
+        raw |= {"q"} if config.compresses_keys and config.compress_rope == "none" else set()
+        parts, self._outputs = list[Heads](), list[str]()
+        for name, key in PROJECTIONS:
+            if name == "q" or name in (("k", "v") if config.share_kv else used):
+                number = config.num_heads if name == "q" else config.num_kv_heads
+                size = config.value_dim if name[0] == "v" else config.head_dim
+                setattr(self, key, self._linear(self.width, number * size))
+                rotated = name in ("q", "k", "k_slc", "k_win")
+                parts.append(Heads(number, size, (False, True) if name in raw else (rotated,)))
+                self._outputs += [f"{name}_raw", name] if name in raw else [name]
+        return parts
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Build AttentionInputs from the outputs of the projection.
@@ -314,16 +324,8 @@ class NativeSparseAttention(nn.Module):
             found: heads ``[T, H, size]``, and gates if they are columns of the projection.
             x: the layer's input ``[T, width]``, for gates that are not among the columns.
         """
-        heads, config = dict(zip(self._outputs, found, strict=False)), self.config
-        if config.share_kv:
-            heads |= {"k_cmp": heads.get("k_raw", heads["k"])}
-            heads |= {f"k_{branch}": heads["k"] for branch in ("slc", "win")}
-            heads |= {f"v_{branch}": heads["v"] for branch in BRANCHES}
-        on = {"k_cmp": config.compresses_keys}
-        names = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
-        given = (
-            heads.get(name) if on.get(name, name[2:] in config.branches) else None for name in names
-        )
+        heads = dict(zip(self._outputs, found, strict=False))
+        given = [heads.get(name) for name in self._sources]
         gates = found[-1] if len(found) > len(self._outputs) else self.gate(x)
         return AttentionInputs._make((heads["q"], *given, gates, self._phi(), heads.get("q_raw")))
 
@@ -397,7 +399,7 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: the branch is disabled; shapes or offsets do not match.
         """
-        _name, config = "choose_blocks", self.config
+        config = self.config
         check("slc" in config.branches, "config.branches", "have slc", config.branches)
         x, sequences = open_layer_input(x, self.width, cu_seqlens, max_seqlen)
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig, RopeScaling
 from nsa.errors import check, fail
-from nsa.fields import settle
+from nsa.fields import AsText
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(AsText):
     """Rotation of queries and keys.
 
     Attributes:
@@ -34,19 +31,9 @@ class Rope:
     scaling: RopeScaling | None = None
     position_offset: int = 0
 
-    # All fields as JSON, the form in which registered operators accept the rotation.
-    text: ClassVar[str]
-
     def __post_init__(self) -> None:
-        settle(self)
+        super().__post_init__()
         check(self.theta > 1, "theta", "be above 1", self.theta)
-        object.__setattr__(self, "text", json.dumps(asdict(self)))
-
-    @classmethod
-    @functools.cache
-    def from_text(cls, text: str) -> Rope:
-        """Rotation from its :attr:`text`."""
-        return cls(**json.loads(text))
 
     @classmethod
     def from_config(cls, config: NSAConfig) -> Rope:

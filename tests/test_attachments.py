@@ -28,7 +28,7 @@ from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import LanguageModel
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.reference import split_reference
+from nsa.ops.projection.layout import split_reference
 from tests.ops.cases import small
 
 WIDTH = 32
@@ -67,7 +67,14 @@ class LowRank(nn.Module):
 
 
 class Tagged(Tensor):
-    """A weight that counts as another class, as those of torchao do."""
+    """A weight of another class, which changes its product, as those of torchao do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs)
+        return found * 2 if function is nn.functional.linear else found
 
 
 def replaced(layer: nn.Module, name: str, make: Callable[[nn.Linear], nn.Module]) -> None:
@@ -157,7 +164,7 @@ def by_hand(module: NativeSparseAttention, x: Tensor) -> Tensor:
         products.append(product)
     sequences = Sequences(None, 1, len(x), len(x), x.device)
     _, positions, _ = locate(len(x), sequences.cu_q)
-    found = split_reference(products, None, positions, module.columns.without_gates, module.rope)
+    found = split_reference(products, None, positions, module._without_gates, module.rope)
     inputs = module.attention_inputs([*found, module.gate(x)], x)
     options: dict[str, Any] = {"q_cmp": inputs.q_cmp, "rope": module.rope, "backend": "reference"}
     options["config"] = module.config

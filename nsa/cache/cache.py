@@ -434,31 +434,29 @@ class LayerCache:
     def _reserve(self, k: Tensor) -> CacheTensors:
         """The layer's memory for heads like ``k``."""
         config, cache = self.config, self._cache
-        tokens = cache.num_pages * cache.page_size
+        tokens, has_cmp = cache.num_pages * cache.page_size, config.compresses_keys
         rows = {
-            "slc": tokens if "slc" in config.branches else 0,
-            "win": cache.batch_size * cache.ring_rows(config.window_size),
-            "raw": cache.batch_size * cache.ring_rows(config.compress_block_size),
-            "cmp": tokens // config.compress_stride,
+            "slc": tokens * ("slc" in config.branches),
+            "win": cache.batch_size
+            * cache.ring_rows(config.window_size)
+            * ("win" in config.branches),
+            "raw": cache.batch_size * cache.ring_rows(config.compress_block_size) * has_cmp,
+            "cmp": tokens // config.compress_stride * has_cmp,
         }
-        has_values = {"slc": True, "win": True}
-        has_values |= dict.fromkeys(("raw", "cmp"), "cmp" in config.branches)
-        on = {kind: kind in config.branches for kind in ("slc", "win")}
-        on |= dict.fromkeys(("raw", "cmp"), config.compresses_keys)
-
-        def new(kind: str, size: int, is_on: bool) -> Tensor | None:
-            return k.new_zeros(rows[kind], config.num_kv_heads, size) if is_on else None
-
-        held = dict[str, Any]()
-        for kind in rows:
-            held[f"k_{kind}"] = new(kind, config.head_dim, on[kind])
-            held[f"v_{kind}"] = new(kind, config.value_dim, on[kind] and has_values[kind])
+        stored = dict[str, Any]()
+        for kind, number in rows.items():
+            # Compressed keys that are only scored have no values.
+            has_values = kind in ("slc", "win") or "cmp" in config.branches
+            for x, size in (("k", config.head_dim), ("v", config.value_dim)):
+                shape = (number, config.num_kv_heads, size)
+                is_on = number > 0 and (x == "k" or has_values)
+                stored[f"{x}_{kind}"] = k.new_zeros(shape) if is_on else None
         # counters for the last-block reduction over programs that share a query
         most = cache.batch_size * config.num_heads * MOST_QUERIES
         counters = k.new_zeros(2, most, dtype=torch.int32)
         state = cache.on_device(k.device)
         table = state.tables[config.block_size]
-        return CacheTensors(**held, table=table, lengths=state.lengths, counters=counters)
+        return CacheTensors(**stored, table=table, lengths=state.lengths, counters=counters)
 
     def _decode(
         self, inputs: AttentionInputs, rope: Rope, queries: int, tensors: CacheTensors

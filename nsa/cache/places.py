@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
@@ -68,27 +69,19 @@ class Places:
 
         return self._once(("queries", *lengths), make)
 
-    @property
+    @cached_property
     def new(self) -> Tensor:
         """Rows of the new tokens in a pool of selection blocks."""
+        sequence, row = self._located(self.counts)
+        position = row + self._numbers(self.before)[sequence]
+        return self._slots(self.config.block_size, sequence, position)
 
-        def make() -> Tensor:
-            sequence, row = self._located(self.counts)
-            position = row + self._numbers(self.before)[sequence]
-            return self._slots(self.config.block_size, sequence, position)
-
-        return self._once("new", make)
-
-    @property
+    @cached_property
     def all_tokens(self) -> Tensor | None:
         """Rows of all tokens in a pool of selection blocks, packed; None if all tokens are new."""
-
-        def make() -> Tensor | None:
-            if not any(self.before):
-                return None
-            return self._slots(self.config.block_size, *self._located(self.after))
-
-        return self._once("all_tokens", make)
+        if not any(self.before):
+            return None
+        return self._slots(self.config.block_size, *self._located(self.after))
 
     # ----------------------------------------------------------------------------------------------
     # compressed blocks
@@ -99,61 +92,43 @@ class Places:
         pairs = zip(self.before, self._done, strict=True)
         return [n - done * self.config.compress_stride for n, done in pairs]
 
-    @property
+    @cached_property
     def unfinished_and_new(self) -> Sequences:
         """Sequences of the tokens of incomplete compression blocks and the new tokens."""
+        where = self.sequences
+        if where is None:
+            lengths = self.with_new(self.unfinished)
+            offsets, most = self._offsets(lengths), max(lengths)
+            where = Sequences((offsets, offsets), len(lengths), most, most, offsets.device)
+        return where.with_blocks(self.config)
 
-        def make() -> Sequences:
-            where = self.sequences
-            if where is None:
-                lengths = self.with_new(self.unfinished)
-                offsets = self._offsets(lengths)
-                most = max(lengths)
-                where = Sequences((offsets, offsets), len(lengths), most, most, offsets.device)
-            return where.with_blocks(self.config)
-
-        return self._once("unfinished_and_new", make)
-
-    @property
+    @cached_property
     def starts(self) -> Tensor | None:
         """First position in :attr:`unfinished_and_new`, int32 ``[B]``; None if all are 0."""
         if not any(self._done):
             return None
-        stride = self.config.compress_stride
-        return self._once("starts", lambda: self._numbers(self._done).int() * stride)
+        return self._numbers(self._done).int() * self.config.compress_stride
 
     @property
     def num_new_blocks(self) -> int:
         """Number of compression blocks that the new tokens complete."""
         return sum(self._complete) - sum(self._done)
 
-    @property
+    @cached_property
     def new_blocks(self) -> Tensor:
         """Rows of the newly completed blocks in the pool of compressed blocks."""
+        new = [b - a for a, b in zip(self._done, self._complete, strict=True)]
+        sequence, row = self._located(new)
+        return self._block_slots(sequence, row + self._numbers(self._done)[sequence])
 
-        def make() -> Tensor:
-            new = [b - a for a, b in zip(self._done, self._complete, strict=True)]
-            sequence, row = self._located(new)
-            block = row + self._numbers(self._done)[sequence]
-            return self._slots(self._per_page, sequence, block + self._overlap)
-
-        return self._once("new_blocks", make)
-
-    @property
+    @cached_property
     def all_blocks(self) -> Tensor | None:
         """Rows of all compressed blocks in their pool, packed; None if all blocks are new."""
+        return self._block_slots(*self._located(self._complete)) if any(self._done) else None
 
-        def make() -> Tensor | None:
-            if not any(self._done):
-                return None
-            sequence, row = self._located(self._complete)
-            return self._slots(self._per_page, sequence, row + self._overlap)
-
-        return self._once("all_blocks", make)
-
-    @property
-    def _per_page(self) -> int:
-        return self.config.block_size // self.config.compress_stride
+    def _block_slots(self, sequence: Tensor, block: Tensor) -> Tensor:
+        per_page = self.config.block_size // self.config.compress_stride
+        return self._slots(per_page, sequence, block + self._overlap)
 
     # ----------------------------------------------------------------------------------------------
     # rings

@@ -15,11 +15,11 @@ from nsa.errors import check
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import MLP, DecoderLayer, LanguageModel
 from nsa.module import Compression, Gate, GateLinear, NativeSparseAttention, RMSNorm
+from nsa.ops._layout import packed as packed_weights
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
-from nsa.ops.projection import packed
 
 # Modules of a decoder layer whose steps run as fused kernels.
 PLAIN_KINDS = (
@@ -235,7 +235,7 @@ class StepLayer:
         plain = attention.plain_weights()
         assert plain is not None
         weights, self.bias = plain
-        together = packed(weights, weights[0].dtype)
+        together = packed_weights(weights, weights[0].dtype)
         self.project = Linear.behind(self.norm, together, dtype=dtype)
         self.output = Linear(attention.o_proj.weight.detach().to(dtype))
         gate = None if mlp.gate_proj is None else mlp.gate_proj.weight

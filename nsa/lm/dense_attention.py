@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.attached import plain_weights
 from nsa.attention import AttentionInputs
 from nsa.cache import LayerCache
 from nsa.config import NSAConfig
-from nsa.module import QK_NORM_EPS, RMSNorm
+from nsa.module import QK_NORM_EPS, ProjectedAttention, RMSNorm
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
-from nsa.ops.projection import Columns, Heads, normalise_heads, project
-from nsa.rope import Rope
+from nsa.ops.projection import Heads
 from nsa.stages import DENSE, PROJECTION, in_stage, stage
 
 # Dtypes of the variable-length kernel, and its options for causal grouped-query attention.
@@ -49,7 +47,7 @@ def dense_pattern(config: NSAConfig, max_tokens: int) -> NSAConfig:
     return replace(one, gate="fixed", gate_bias=0.0, gate_temperature=1.0)
 
 
-class DenseAttention(nn.Module):
+class DenseAttention(ProjectedAttention):
     """Causal grouped-query attention through PyTorch's ``scaled_dot_product_attention``.
 
     Args:
@@ -58,9 +56,7 @@ class DenseAttention(nn.Module):
     """
 
     def __init__(self, width: int, config: NSAConfig) -> None:
-        super().__init__()
-        self.width, self.config = width, config
-        self.rope = Rope.from_config(config)
+        super().__init__(width, config)
         self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
@@ -68,35 +64,11 @@ class DenseAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
             self.k_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
-        queries = Heads(config.num_heads, config.head_dim, "yes")
-        keys = Heads(config.num_kv_heads, config.head_dim, "yes")
-        self.columns = Columns((queries, keys, Heads(config.num_kv_heads, config.value_dim)))
+        queries = Heads(config.num_heads, config.head_dim, (True,))
+        keys = Heads(config.num_kv_heads, config.head_dim, (True,))
+        self.describe_columns([queries, keys, Heads(config.num_kv_heads, config.value_dim)])
         # Gates of 1 by number of tokens, kept alive for captured steps.
         self._gates = dict[int, Tensor]()
-
-    def plain_weights(self) -> tuple[list[Tensor], None] | None:
-        """See :meth:`nsa.NativeSparseAttention.plain_weights`; there are no gates."""
-        weights = plain_weights([self.q_proj, self.k_proj, self.v_proj])
-        return None if weights is None else (weights, None)
-
-    @in_stage(PROJECTION)
-    def _project(self, x: Tensor, sequences: Sequences, before: Tensor | None) -> list[Tensor]:
-        plain = self.plain_weights()
-        if plain is not None:
-            if not self.config.qk_norm:
-                return project(x, *plain, self.columns, sequences, self.rope, before=before)
-            product = nn.functional.linear(x, torch.cat(plain[0]))
-        else:
-            product = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        return self.split(product, None, sequences, before)
-
-    def split(
-        self, product: Tensor, bias: Tensor | None, sequences: Sequences, before: Tensor | None
-    ) -> list[Tensor]:
-        """See :meth:`nsa.NativeSparseAttention.split`."""
-        if self.config.qk_norm:
-            product = normalise_heads(product, self.columns, [self.q_norm, self.k_norm, None])
-        return project(product, None, bias, self.columns, sequences, self.rope, before=before)
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
         """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""

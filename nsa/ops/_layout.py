@@ -1,14 +1,20 @@
-"""Host-side arithmetic of tiles, grids and heads.
+"""Host-side arithmetic of tiles, grids and heads, and the layouts that kernels read.
 
 It does not use Triton: its ``cdiv`` and ``next_power_of_2`` cost microseconds per host call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+# Rows of the packed weights are padded to a multiple of this: Triton specializes only on strides
+# that are multiples of 16, which allow 16-byte loads.
+ALIGNMENT = 16
 
 
 class Heads(NamedTuple):
@@ -88,3 +94,19 @@ def rows(x: Tensor) -> Tensor:
 def by_head(lse: Tensor) -> Tensor:
     """lse ``[T, Hq]`` as contiguous ``[Hq, T]``; no copy if a kernel wrote it."""
     return lse.t().contiguous()
+
+
+def padded(rows: int) -> int:
+    """Number of rows including padding."""
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+@torch.no_grad()
+def packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Copy weights ``[n, width]`` to one matrix ``[N, width]``, which ends with rows of zeros."""
+    rows = [weight.shape[0] for weight in weights]
+    used = sum(rows)
+    whole = weights[0].new_empty(padded(used), weights[0].shape[1], dtype=dtype)
+    torch._foreach_copy_(whole[:used].split(rows), list(weights))
+    whole[used:].zero_()
+    return whole

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
-from nsa.ops._packed import LEAST_SIZE, lengths, num_compressed
+from nsa.ops._operator import Call
+from nsa.ops._packed import LEAST_SIZE, lengths, num_compressed, pad, unpad
 from nsa.ops._sequences import Sequences
 
 
@@ -39,6 +40,37 @@ def grouped_scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
 
 
 def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    visible: Tensor,
+    call: Call,
+    keys: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    """Softmax attention of packed sequences over their visible keys, without autocast.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k: ``[N, Hkv, D]``.
+        v: ``[N, Hkv, Dv]``, or None for lse alone.
+        visible: bool ``[B, Hkv or 1, T, S]``, padded.
+        call: the sequences, and the factor on the scores.
+        keys: offsets of the keys, and their largest number in a sequence; None means tokens.
+
+    Returns:
+        out ``[T, Hq, Dv]`` in the dtype of ``q`` (None without ``v``), and lse ``[T, Hq]``.
+    """
+    sequences = call.sequences
+    keys = keys or (sequences.cu_k, sequences.max_k)
+    rows = pad(q, sequences.cu_q, sequences.max_q), pad(k, *keys)
+    with torch.autocast(q.device.type, enabled=False):
+        values = None if v is None else pad(v, *keys)
+        out, lse = padded_attention(*rows, values, visible, call.softmax_scale)
+    lse = unpad(lse, sequences.cu_q, q.shape[0])
+    return None if out is None else unpad(out, sequences.cu_q, q.shape[0]), lse
+
+
+def padded_attention(
     q: Tensor, k: Tensor, v: Tensor | None, visible: Tensor, softmax_scale: float
 ) -> tuple[Tensor | None, Tensor]:
     """Softmax attention of padded sequences over their visible keys.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nsa.ops._backend import kernels_run_on_cpu
 
@@ -131,6 +132,11 @@ def _triton() -> tuple[Any, Any]:
     from nsa.ops._triton import tuning
 
     return triton.knobs.runtime, tuning
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no data, so that nothing can be launched."""
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 class Constants(dict[str, Any]):

@@ -146,7 +146,7 @@ class Sequences:
         return torch.arange(self.num_sequences + 1, dtype=torch.int32, device=self.device) * each
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """Kernel arguments ``cu_q, cu_k, len_q, len_k, num_sequences``."""
+        """Arguments of operators and kernels: ``cu_q, cu_k, len_q, len_k, num_sequences``."""
         cu_q, cu_k = (None, None) if self.offsets is None else self.offsets
         return cu_q, cu_k, self.len_q, self.len_k, self.num_sequences
 
@@ -158,11 +158,6 @@ class Sequences:
         if self.offsets is None:
             return self.num_sequences * -(-each // tile)
         return rows // tile + self.num_sequences
-
-    def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """Operator arguments ``cu_q, cu_k, num_sequences, len_q, len_k``."""
-        cu_q, cu_k, len_q, len_k, num_sequences = self.arguments()
-        return cu_q, cu_k, num_sequences, len_q, len_k
 
     def blocks_of(self, config: NSAConfig) -> tuple[Tensor | None, int]:
         """Offsets of the compressed blocks, and an upper bound on the blocks per sequence.
@@ -316,7 +311,6 @@ def open_layer_input(
     """Return a layer's input as packed tokens ``[T, width]``, and the sequence layout.
 
     Args:
-        function: public name, used in messages.
         x: packed ``[T, width]`` or a dense batch ``[B, T, width]``.
         width: size of the residual stream.
         cu_seqlens: offsets of packed sequences; None means one sequence.
@@ -324,14 +318,6 @@ def open_layer_input(
         attention_mask: mask of a padded batch.
         sequences: replaces the three preceding arguments.
     """
-    check(isinstance(x, Tensor), "x", "be a tensor", type(x).__name__)
-    for name, value, kind, rule in (
-        ("cu_seqlens", cu_seqlens, Tensor, "a tensor"),
-        ("attention_mask", attention_mask, Tensor, "a tensor"),
-        ("sequences", sequences, Sequences, "nsa.Sequences"),
-    ):
-        fits = value is None or isinstance(value, kind)
-        check(fits, name, f"be {rule} or None", type(value).__name__)
     if x.ndim not in (2, 3) or x.shape[-1] != width:
         fail("x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)

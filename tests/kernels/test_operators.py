@@ -21,7 +21,7 @@ from nsa.ops._side_stream import Streams
 from nsa.ops._triton.tiles import cos_sin
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.compression import Raw, ops, run_compress
-from nsa.ops.projection import ops as projection_launch
+from nsa.ops.projection import kernels as projection_launch
 from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import index, launch
 from nsa.ops.selected import types as algorithm_rules

@@ -17,7 +17,7 @@ from nsa import NativeSparseAttention
 from nsa.ops import _register
 from nsa.ops._backend import as_on_gpu
 from nsa.ops.embedding import embed_backward_op
-from nsa.ops.projection import ops as projection
+from nsa.ops.projection import kernels as projection
 from tests.ops.cases import small
 from tests.ops.public import Case
 from tests.ops.registration import (

@@ -469,9 +469,9 @@ def check_project(case: Case) -> None:
     rope = Rope.from_config(config)
     pair = (config.num_kv_heads, config.head_dim)
     parts = (
-        Heads(config.num_heads, config.head_dim, "both"),
+        Heads(config.num_heads, config.head_dim, (False, True)),
         Heads(config.num_kv_heads, config.value_dim),
-        Heads(*pair, "yes"),
+        Heads(*pair, (True,)),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
     assert config.gate != "fixed"
@@ -500,7 +500,7 @@ def check_project(case: Case) -> None:
         rest = (leaf_bias, columns, sequences, rope)
         if is_split:
             product = torch.cat([nn.functional.linear(leaf, weight) for weight in given], dim=-1)
-            out = project(product, None, *rest, backend=backend)
+            out = project(product, (), *rest, backend=backend)
         else:
             out = project(leaf, given, *rest, backend=backend)
         grads = torch.autograd.grad(

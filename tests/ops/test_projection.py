@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nsa import NativeSparseAttention, Sequences
+from nsa.ops._layout import packed
 from nsa.ops._packed import compressed_cu_seqlens
-from nsa.ops.projection import packed
 from tests.ops.cases import offsets, small
 
 

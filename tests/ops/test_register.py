@@ -115,7 +115,7 @@ def test_compiled_code_of_other_sources_is_not_found_again(tmp_path):
     assert f"nsa {_register.source_hash(ops)}" in torch.compiler.config.cache_key_tag
     copy = shutil.copytree(ops, tmp_path / "ops", ignore=shutil.ignore_patterns("__pycache__"))
     assert _register.source_hash(copy) == _register.source_hash(ops)
-    changed = copy / "projection" / "ops.py"
+    changed = copy / "projection" / "kernels.py"
     changed.write_text(changed.read_text(encoding="utf-8").replace("16", "8"), encoding="utf-8")
     assert _register.source_hash(copy) != _register.source_hash(ops)
 

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 from nsa import NSAConfig
 from nsa.config import BRANCHES
 from nsa.ops import _plan, _side_stream, selected
+from nsa.ops import attention as whole
 from nsa.ops._operator import open_flat
 from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._plan import planned
 from nsa.ops._triton.kernel import Launch
 from nsa.ops.attention import BranchInputs
-from nsa.ops.attention import ops as whole
 from nsa.ops.selected import launch as triton_launch
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
 from nsa.testing import packed_offsets

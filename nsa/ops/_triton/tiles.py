@@ -131,6 +131,28 @@ def sequence_rows(cu_ptr, sequence, rows_each):
 
 
 @triton.jit
+def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
+    """Positions of the tokens in their sequences, offset by the earlier tokens."""
+    if cu_ptr is None:
+        sequence = row // tl.maximum(len_x, 1)
+        position = (row % tl.maximum(len_x, 1)).to(tl.int32)
+    else:
+        # Binary search for the last sequence that begins at or before the row.
+        sequence = tl.zeros(row.shape, tl.int32)
+        start = sequence
+        for step in tl.range(0, search_steps):
+            later = sequence + (1 << (search_steps - 1 - step))
+            begin = tl.load(cu_ptr + later, mask=later < num_sequences, other=0)
+            found = (later < num_sequences) & (begin <= row)
+            sequence = tl.where(found, later, sequence)
+            start = tl.where(found, begin, start)
+        position = (row - start).to(tl.int32)
+    if before_ptr is not None:
+        position += tl.load(before_ptr + sequence, mask=ok, other=0).to(tl.int32)
+    return position
+
+
+@triton.jit
 def query_tile(
     tile,
     head_kv,
@@ -199,10 +221,13 @@ def load_column(pointers, mask, other):
 
 
 @triton.jit
-def store_rows(ptr, row, ok, stride_row, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store columns below D of the rows ``[N, BLOCK_D]`` for which ``ok`` is true."""
-    d = tl.arange(0, BLOCK_D)
-    pointers = ptr + row.to(tl.int64)[:, None] * stride_row + d[None, :]
+def store_rows(ptr, row, ok, x, D: tl.constexpr):
+    """Store columns below D of the rows x ``[N, BLOCK_D]`` for which ``ok`` is true.
+
+    Rows have D adjacent columns in memory.
+    """
+    d = tl.arange(0, x.shape[1])
+    pointers = ptr + row.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(pointers, x.to(ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
 
 
@@ -276,22 +301,14 @@ def load_statistics(
     lse = tl.load(lse_ptr + at, mask=ok, other=float("inf"))
     if gated is not None:
         gates_ptr, dgates_ptr, gated_lse_ptr = gated
-        lse = gated_lse(lse, gates_ptr, dgates_ptr, out_row * 3 + BRANCH, delta, ok)
+        gate_at = out_row * 3 + BRANCH
+        tl.store(dgates_ptr + gate_at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
+        gate = tl.load(gates_ptr + gate_at, mask=ok, other=0.0).to(tl.float32)
+        off = gate == 0
+        # A negative gate results in NaN rather than a wrong gradient.
+        lse = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
         tl.store(gated_lse_ptr + at, lse, mask=ok)
     return delta, lse * LOG2_E
-
-
-@triton.jit
-def gated_lse(lse, gates_ptr, dgates_ptr, at, delta, ok):
-    """lse of a branch minus the log of its gates; stores ``delta``, the gate gradient.
-
-    ``at`` are the offsets of gates and gradients.
-    """
-    tl.store(dgates_ptr + at, delta.to(dgates_ptr.dtype.element_ty), mask=ok)
-    gate = tl.load(gates_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    off = gate == 0
-    # A negative gate results in NaN rather than a wrong gradient.
-    return tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def compress(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    _name, dense = "compress", x.ndim == 4
+    dense = x.ndim == 4
     check(x.ndim in (3, 4), "x", "have shape [S, Hkv, D] or [B, S, Hkv, D]", tuple(x.shape))
     backend = choose_backend(backend, x, "x")
     check_heads("x", x, config.num_kv_heads, x.shape[-1], x)
@@ -101,7 +101,7 @@ def run_compress(
 
     ``starts`` are the positions of the first token of each sequence, int32 ``[B]``; None means 0.
     """
-    _, cu_k, num_sequences, _, len_k = sequences.kernel_arguments()
+    _, cu_k, _, len_k, num_sequences = sequences.arguments()
     cu_cmp, len_cmp = sequences.blocks_of(config)
     size, stride = config.compress_block_size, config.compress_stride
     where = (cu_k, cu_cmp, starts, num_sequences, len_k, len_cmp, size, stride)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.ops._checks import check_keys
 from nsa.ops._layout import cdiv, next_power_of_2, rows
 from nsa.ops._packed import compressed_rows
-from nsa.ops._plan import once
+from nsa.ops._plan import is_fake, once
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
 from nsa.rope import Rope, frequency_table
@@ -106,37 +106,29 @@ class Blocks(NamedTuple):
 
 
 def _forward(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
+    """Results ``[C, Hkv, D]``, or ``[Hkv, C, l, D]`` if whole; unused rows are 0."""
     blocks = Blocks(*rest)
     return [_compress(*given, blocks) for given in zip(xs, weights, blocks.ropes, strict=True)]
 
 
 def _compress(x: Tensor, weight: Tensor | None, rope: str, blocks: Blocks) -> Tensor:
+    num_tokens, num_heads, size = x.shape
+    num_rows = compressed_rows(num_tokens, blocks.stride)
+    shape = (num_heads, num_rows, blocks.size) if blocks.whole else (num_rows, num_heads)
+    y = x.new_zeros(*shape, size)
+    if is_fake(x):
+        return y
     from nsa.ops.compression.kernels import compress_fwd_kernel
 
     check_keys("x", x)
-    sequences, x, y = blocks.sequences(x), rows(x), _result(x, blocks)
-    num_rows = compressed_rows(x.shape[0], blocks.stride)
-    grid = (sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp), x.shape[1])
-    if grid[0] and x.shape[0]:
-        is_limited = x.shape[-1] > 128
-        launch = once(lambda: blocks.launch(compress_fwd_kernel, grid, x, rope, is_limited))
+    sequences, x = blocks.sequences(x), rows(x)
+    grid = (sequences.num_tiles(num_rows, BLOCK_ROWS, blocks.len_cmp), num_heads)
+    if grid[0] and num_tokens:
+        launch = once(lambda: blocks.launch(compress_fwd_kernel, grid, x, rope, size > 128))
         weight = None if weight is None else weight.contiguous()
         where = (*sequences.arguments(), num_rows, *blocks.rotation(x, rope))
         launch(x, weight, y, *where, *x.stride()[:2])
     return y
-
-
-def _result(x: Tensor, blocks: Blocks) -> Tensor:
-    """Allocate ``[C, Hkv, D]``, or ``[Hkv, C, l, D]`` if whole; unused rows are 0."""
-    num_tokens, num_heads, size = x.shape
-    num_rows = compressed_rows(num_tokens, blocks.stride)
-    if blocks.whole:
-        return x.new_zeros(num_heads, num_rows, blocks.size, size)
-    return x.new_zeros(num_rows, num_heads, size)
-
-
-def _results(xs: list[Tensor], weights: list[Tensor | None], *rest: Any) -> list[Tensor]:
-    return [_result(x, Blocks(*rest)) for x in xs]
 
 
 def _backward(
@@ -156,9 +148,12 @@ def _backward(
 def _gradients_of(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, rope: str, num_tokens: int, blocks: Blocks
 ) -> list[Tensor]:
+    dx = dy.new_empty(num_tokens, dy.shape[0 if blocks.whole else 1], dy.shape[-1])
+    if is_fake(dy):
+        return [dx] if weight is None else [dx, weight.new_empty(weight.shape)]
     from nsa.ops.compression.kernels import compress_dw_kernel, compress_dx_kernel
 
-    sequences, dx = blocks.sequences(dy), _input_gradient(dy, num_tokens, blocks)
+    sequences = blocks.sequences(dy)
     dy, weight = dy.contiguous(), None if weight is None else weight.contiguous()
     _, num_heads, head_size = dx.shape
     rotation, num_rows = blocks.rotation(dx, rope), compressed_rows(num_tokens, blocks.stride)
@@ -180,24 +175,6 @@ def _gradients_of(
 
     once(plan)(dy, x, dw, *sequences.arguments(), num_tiles, *rotation, *x.stride()[:2])
     return [dx, dw.sum(0).to(weight.dtype)]
-
-
-def _input_gradient(dy: Tensor, num_tokens: int, blocks: Blocks) -> Tensor:
-    return dy.new_empty(num_tokens, dy.shape[0 if blocks.whole else 1], dy.shape[-1])
-
-
-def _gradients(
-    dys: list[Tensor],
-    xs: list[Tensor | None],
-    weights: list[Tensor | None],
-    num_tokens: int,
-    *rest: Any,
-) -> list[Tensor]:
-    blocks, found = Blocks(*rest), list[Tensor]()
-    for dy, weight in zip(dys, weights, strict=True):
-        found.append(_input_gradient(dy, num_tokens, blocks))
-        found += [] if weight is None else [weight.new_empty(weight.shape)]
-    return found
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -225,7 +202,7 @@ compress_op = register(
     "compress",
     f"(Tensor[] xs, Tensor?[] weights, {_BLOCKS}) -> Tensor[]",
     _forward,
-    _results,
+    _forward,
     setup_context=_setup_context,
     backward=_differentiate,
 )
@@ -233,5 +210,5 @@ compress_backward_op = register(
     "compress_backward",
     f"(Tensor[] dys, Tensor?[] xs, Tensor?[] weights, SymInt num_tokens, {_BLOCKS}) -> Tensor[]",
     _backward,
-    _gradients,
+    _backward,
 )

@@ -139,44 +139,6 @@ def perceptron(source, phi_ptrs, head, block, P: tl.constexpr, PLAN: tl.constexp
     return y
 
 
-@triton.jit
-def compress_block(
-    source,
-    phi_ptrs,
-    frequency_ptr,
-    head,
-    block,
-    magnitude,
-    position_offset,
-    P: tl.constexpr,
-    PLAN: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Compressed row ``[BLOCK_D]`` fp32 of a block, rotated if it is a key."""
-    SIZE: tl.constexpr = PLAN.streams[K].size
-    new_ptr, ring_ptr, b, cached = source
-    d = tl.arange(0, PLAN.streams[K].block)
-    i = tl.arange(0, PLAN.block_l)
-    position = block * P.STRIDE + i
-    # [block_l, BLOCK_D] fp32
-    x = raw_rows(new_ptr, ring_ptr, b, head, position, i < P.L, cached, P, PLAN, K)
-    if PLAN.phi == "linear":
-        mask = (i < P.L)[:, None] & (d < SIZE)[None, :]
-        at = ((head * P.L + i) * SIZE)[:, None] + d[None, :]
-        x *= load_fp32(phi_ptrs[PLAN.streams[K].compresses] + at, mask)
-        y = tl.sum(x, 0)
-    else:
-        y = tl.sum(x, 0) * (1.0 / P.L)
-    if PLAN.phi == "mlp":
-        y += perceptron(source, phi_ptrs, head, block, P, PLAN, K)
-    ROTARY: tl.constexpr = PLAN.streams[K].rotary
-    if ROTARY > 0:
-        place = block * P.STRIDE + position_offset + tl.zeros([1], tl.int32)
-        same, other = rotation(frequency_ptr, place, d, magnitude, ROTARY)  # [1, BLOCK_D] each
-        y = y * tl.sum(same, 0) + tl.gather(y, partner_column(d, ROTARY), 0) * tl.sum(other, 0)
-    return y
-
-
 @kernel(do_not_specialize=CAPACITIES)
 def decode_append_kernel(
     table_ptr,
@@ -208,22 +170,34 @@ def decode_append_kernel(
             TARGET: tl.constexpr = PLAN.streams[k].compresses
             if TARGET >= 0:
                 SIZE: tl.constexpr = PLAN.streams[k].size
+                ROTARY: tl.constexpr = PLAN.streams[k].rotary
                 d = tl.arange(0, PLAN.streams[k].block)
                 first = complete_blocks(cached, P)
                 source = (new_ptrs[k], cache_ptrs[k], b, cached)
                 for block in tl.range(first, complete_blocks(cached + P.QUERIES, P)):
-                    y = compress_block(
-                        source,
-                        phi_ptrs,
-                        frequency_ptr,
-                        head,
-                        block,
-                        magnitude,
-                        position_offset,
-                        P,
-                        PLAN,
-                        k,
+                    i = tl.arange(0, PLAN.block_l)
+                    position = block * P.STRIDE + i
+                    # [block_l, BLOCK_D] fp32
+                    x = raw_rows(
+                        new_ptrs[k], cache_ptrs[k], b, head, position, i < P.L, cached, P, PLAN, k
                     )
+                    if PLAN.phi == "linear":
+                        mask = (i < P.L)[:, None] & (d < SIZE)[None, :]
+                        at = ((head * P.L + i) * SIZE)[:, None] + d[None, :]
+                        x *= load_fp32(phi_ptrs[TARGET] + at, mask)
+                        y = tl.sum(x, 0)
+                    else:
+                        y = tl.sum(x, 0) * (1.0 / P.L)
+                    if PLAN.phi == "mlp":
+                        y += perceptron(source, phi_ptrs, head, block, P, PLAN, k)
+                    if ROTARY > 0:
+                        place = block * P.STRIDE + position_offset + tl.zeros([1], tl.int32)
+                        same, other = rotation(
+                            frequency_ptr, place, d, magnitude, ROTARY
+                        )  # [1, BLOCK_D] each
+                        y = y * tl.sum(same, 0) + tl.gather(
+                            y, partner_column(d, ROTARY), 0
+                        ) * tl.sum(other, 0)
                     row = compressed_rows(table_ptr, b, table_width, block, True, P)
                     target = compressed_ptrs[TARGET] + (row * P.HKV + head) * SIZE + d
                     tl.store(target, y, mask=d < SIZE)

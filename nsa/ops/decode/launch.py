@@ -89,8 +89,35 @@ def _append(
         for x, target in zip(new, cache[: len(new)], strict=True)
         if x is not None and target is not None
     ]
-    launch = once(lambda: _plan_append(new, cache, rope, config, queries))
-    launch(
+
+    def make() -> Launch:
+        streams = list[Stream]()
+        for name, x, target in zip(new._fields, new, cache[: len(new)], strict=True):
+            if x is None or target is None:
+                continue
+            size = x.shape[-1]
+            rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
+            compresses = ("k_raw", "v_raw").index(name) if name.endswith("raw") else -1
+            rotary = rope.dim if rope is not None and name == "k_raw" else 0
+            hidden = config.compress_hidden_size or 2 * size
+            streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
+        largest_hidden = next_power_of_2(max(stream.hidden for stream in streams))
+        plan = AppendPlan(
+            tuple(streams),
+            config.phi,
+            next_power_of_2(config.compress_block_size),
+            next_power_of_2(queries),
+            min(64, max(16, largest_hidden)),
+        )
+        return Launch(
+            decode_append_kernel,
+            (cache.num_sequences, config.num_kv_heads, len(streams)),
+            P=pattern_of(config, cache, queries),
+            launch_pdl=starts_early(cache.table),
+            PLAN=plan,
+        )
+
+    once(make)(
         cache.table,
         cache.lengths,
         tuple(x for x, _ in pairs),
@@ -101,36 +128,6 @@ def _append(
         cache.table.shape[1],
         1.0 if rope is None else rope.magnitude,
         rotated_place(config) + (0 if rope is None else rope.position_offset),
-    )
-
-
-def _plan_append(
-    new: NewTokens, cache: CacheTensors, rope: Rope | None, config: NSAConfig, queries: int
-) -> Launch:
-    streams = list[Stream]()
-    for name, x, target in zip(new._fields, new, cache[: len(new)], strict=True):
-        if x is None or target is None:
-            continue
-        size = x.shape[-1]
-        rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
-        compresses = ("k_raw", "v_raw").index(name) if name.endswith("raw") else -1
-        rotary = rope.dim if rope is not None and name == "k_raw" else 0
-        hidden = config.compress_hidden_size or 2 * size
-        streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
-    largest_hidden = next_power_of_2(max(stream.hidden for stream in streams))
-    plan = AppendPlan(
-        tuple(streams),
-        config.phi,
-        next_power_of_2(config.compress_block_size),
-        next_power_of_2(queries),
-        min(64, max(16, largest_hidden)),
-    )
-    return Launch(
-        decode_append_kernel,
-        (cache.num_sequences, config.num_kv_heads, len(streams)),
-        P=pattern_of(config, cache, queries),
-        launch_pdl=starts_early(cache.table),
-        PLAN=plan,
     )
 
 

@@ -119,10 +119,10 @@ def is_last(counter_ptr, programs):
 
 
 @triton.jit
-def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr):
     """Store a program's partial result: out ``[M, BLOCK_DV]`` and lse ``[M]`` at rows ``at``."""
     tl.store(lse_ptr + at, lse, mask=ok)
-    d = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, out.shape[1])
     tl.store(out_ptr + at[:, None] * DV + d[None, :], out, mask=ok[:, None] & (d < DV)[None, :])
 
 

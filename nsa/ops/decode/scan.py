@@ -251,7 +251,7 @@ def decode_scan_kernel(
                 BLOCK_N,
             )
             let_next_start()
-            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
     elif split < SPLITS.cmp + SPLITS.win:
         if SPLITS.win > 0:
             q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
@@ -269,7 +269,7 @@ def decode_scan_kernel(
                 BLOCK_N,
             )
             let_next_start()
-            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV, HEADS.BLOCK_DV)
+            store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
     else:
         if SPLITS.scored > 0:
             q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)

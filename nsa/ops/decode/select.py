@@ -44,76 +44,6 @@ def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLO
     tl.store(out_ptr + column, ids, mask=column < N)
 
 
-@triton.jit
-def select(
-    scores_ptr,
-    lse_ptr,
-    best_ptr,
-    counter_ptr,
-    out_ptr,
-    where,
-    most_blocks,
-    chunks,
-    scale,
-    forced_blocks,
-    P: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-):
-    """Rank a program's blocks; the last program also merges the rankings of the others."""
-    group, query, t = where
-    num_init, num_local = forced_blocks
-    BY_TOKEN: tl.constexpr = SPLITS.scored > 0
-    # Scores per block, and blocks to which a score contributes.
-    R: tl.constexpr = 1 if BY_TOKEN else P.BLOCK_SIZE // P.STRIDE
-    O: tl.constexpr = 1 if BY_TOKEN else P.L // P.STRIDE
-    chunk = tl.program_id(1)
-    # Start one block early: the last keys of a block contribute to the next one.
-    j0 = chunk * (BLOCK_J - 1) - 1
-    jj = tl.arange(0, BLOCK_J)
-    key = j0 * R + tl.arange(0, BLOCK_J * R)
-    visible = t // P.BLOCK_SIZE + 1 if BY_TOKEN else complete_blocks(t + 1, P)
-    seen = (key >= 0) & (key < visible)
-    h = tl.arange(0, BLOCK_G)
-    row = query * P.G + h
-    FIRST: tl.constexpr = SPLITS.number - SPLITS.scored if BY_TOKEN else 0
-    NUM: tl.constexpr = SPLITS.scored if BY_TOKEN else SPLITS.cmp
-    first = group * SPLITS.number + FIRST
-    lse = merged_lse(lse_ptr, first, row, h < P.G, P, NUM, BLOCK_S)
-    at = (group.to(tl.int64) * (P.QUERIES * P.G) + row)[:, None] * most_blocks + key[None, :]
-    s = tl.load(scores_ptr + at, mask=(h < P.G)[:, None] & seen[None, :], other=-float("inf"))
-    s = s * scale - lse[:, None]
-    if BY_TOKEN:
-        s = tl.minimum(s, LIMIT)
-    p = tl.sum(tl.exp2(s), 0)[None, :]
-    nothing = tl.zeros([1], tl.float32)
-    score, _ = block_scores(p, nothing, jj, 1, BLOCK_J, R, O)
-    j = (j0 + jj)[None, :]
-    current = t // P.BLOCK_SIZE
-    forced = (j < num_init) | (j > current - num_local)
-    bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
-    candidate = (jj > 0)[None, :] & (j <= current)
-    ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
-    best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
-    token = group // P.HKV * P.QUERIES + query
-    out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
-    if BLOCK_CHUNKS == 1:
-        store_selection(out_row, best, t, COUNTS, P.N, BLOCK_K)
-    else:
-        place = best_ptr + tl.program_id(0) * (chunks * BLOCK_K)
-        column = tl.arange(0, BLOCK_K)[None, :]
-        tl.store(place + chunk * BLOCK_K + column, best)
-        if is_last(counter_ptr + tl.program_id(0), chunks):
-            i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
-            found = tl.load(place + i, mask=i < chunks * BLOCK_K, other=-1, cache_modifier=".cg")
-            store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
-
-
 @kernel(do_not_specialize=CAPACITIES)
 def decode_select_kernel(
     scores_ptr,
@@ -159,33 +89,61 @@ def decode_select_kernel(
     group = tl.program_id(0) // P.QUERIES  # index of sequence and KV head
     cached = tl.load(lengths_ptr + group // P.HKV)
     if tl.program_id(1) < chunks:
-        select(
-            scores_ptr,
-            lse_ptr,
-            best_ptr,
-            counter_ptr,
-            out_ptr,
-            (group, query, cached + query),
-            most_blocks,
-            chunks,
-            softmax_scale * LOG2_E,
-            (num_init, num_local),
-            P,
-            SPLITS,
-            COUNTS,
-            BLOCK_G,
-            BLOCK_S,
-            BLOCK_J,
-            BLOCK_K,
-            BLOCK_CHUNKS,
-        )
-    else:
-        h = (tl.program_id(1) - chunks) * BLOCK_H + tl.arange(0, BLOCK_H)
+        t = cached + query
+        scale = softmax_scale * LOG2_E
+        BY_TOKEN: tl.constexpr = SPLITS.scored > 0
+        # Scores per block, and blocks to which a score contributes.
+        R: tl.constexpr = 1 if BY_TOKEN else P.BLOCK_SIZE // P.STRIDE
+        O: tl.constexpr = 1 if BY_TOKEN else P.L // P.STRIDE
+        chunk = tl.program_id(1)
+        # Start one block early: the last keys of a block contribute to the next one.
+        j0 = chunk * (BLOCK_J - 1) - 1
+        jj = tl.arange(0, BLOCK_J)
+        key = j0 * R + tl.arange(0, BLOCK_J * R)
+        visible = t // P.BLOCK_SIZE + 1 if BY_TOKEN else complete_blocks(t + 1, P)
+        seen = (key >= 0) & (key < visible)
+        h = tl.arange(0, BLOCK_G)
         row = query * P.G + h
-        ok = h < P.G
-        _, place, _ = query_rows(row, group // P.HKV, group % P.HKV, cached, P)
+        FIRST: tl.constexpr = SPLITS.number - SPLITS.scored if BY_TOKEN else 0
+        NUM: tl.constexpr = SPLITS.scored if BY_TOKEN else SPLITS.cmp
+        first = group * SPLITS.number + FIRST
+        lse = merged_lse(lse_ptr, first, row, h < P.G, P, NUM, BLOCK_S)
+        at = (group.to(tl.int64) * (P.QUERIES * P.G) + row)[:, None] * most_blocks + key[None, :]
+        s = tl.load(scores_ptr + at, mask=(h < P.G)[:, None] & seen[None, :], other=-float("inf"))
+        s = s * scale - lse[:, None]
+        if BY_TOKEN:
+            s = tl.minimum(s, LIMIT)
+        p = tl.sum(tl.exp2(s), 0)[None, :]
+        nothing = tl.zeros([1], tl.float32)
+        score = block_scores(p, nothing, jj, 1, BLOCK_J, R, O)[0]
+        j = (j0 + jj)[None, :]
+        current = t // P.BLOCK_SIZE
+        forced = (j < num_init) | (j > current - num_local)
+        bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
+        candidate = (jj > 0)[None, :] & (j <= current)
+        ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
+        best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
+        token = group // P.HKV * P.QUERIES + query
+        out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
+        if BLOCK_CHUNKS == 1:
+            store_selection(out_row, best, t, COUNTS, P.N, BLOCK_K)
+        else:
+            place = best_ptr + tl.program_id(0) * (chunks * BLOCK_K)
+            column = tl.arange(0, BLOCK_K)[None, :]
+            tl.store(place + chunk * BLOCK_K + column, best)
+            if is_last(counter_ptr + tl.program_id(0), chunks):
+                i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
+                found = tl.load(
+                    place + i, mask=i < chunks * BLOCK_K, other=-1, cache_modifier=".cg"
+                )
+                store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
+    else:
+        g = (tl.program_id(1) - chunks) * BLOCK_H + tl.arange(0, BLOCK_H)
+        row_g = query * P.G + g
+        ok_g = g < P.G
+        _, place_g, _ = query_rows(row_g, group // P.HKV, group % P.HKV, cached, P)
         parts = (partial_ptr, lse_ptr, group * SPLITS.number)
-        rows = (gates_ptr, place, row, ok)
+        rows = (gates_ptr, place_g, row_g, ok_g)
         y = gated_sum(parts, rows, P, HEADS, SPLITS, HAS_CMP, BLOCK_O)
         others = others_ptr + group.to(tl.int64) * (P.QUERIES * P.G * HEADS.DV)
-        store_rows(others, row, ok, HEADS.DV, y, HEADS.DV, HEADS.BLOCK_DV)
+        store_rows(others, row_g, ok_g, y, HEADS.DV)

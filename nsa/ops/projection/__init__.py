@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nsa.errors import fail
+from nsa.errors import check
 from nsa.ops._backend import choose_backend
+from nsa.ops._layout import packed, padded
 from nsa.ops._packed import locate
+from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.layout import Columns, Gates, Heads, packed
-from nsa.ops.projection.ops import project_op
-from nsa.ops.projection.reference import activate, split_reference
+from nsa.ops.projection.layout import (
+    Columns,
+    Gates,
+    Heads,
+    activate,
+    split_reference,
+)
 from nsa.rope import Rope
 
-__all__ = [
-    "Columns",
-    "Gates",
-    "Heads",
-    "activate",
-    "normalise_heads",
-    "packed",
-    "project",
-]
+__all__ = ["Columns", "Gates", "Heads", "activate", "project"]
 
 
 def project(
     x: Tensor,
-    weights: Sequence[Tensor] | None,
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     columns: Columns,
     sequences: Sequences,
@@ -56,60 +55,109 @@ def project(
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        For each part ``[T, number, size]`` (two tensors if ``rotated`` is ``both``, unrotated
-        first), contiguous with ``triton``, in the dtype of ``x`` or autocast; then gates ``[T, Hq,
-        3]``, order (cmp, slc, win), fp32 (fp64 for fp64 ``x``), if there are any. Angles and
-        rotation follow :func:`nsa.apply_rope`.
+        A tensor ``[T, number, size]`` for each of ``outputs`` of each part, contiguous with
+        ``triton``, in the dtype of ``x`` or autocast; then gates ``[T, Hq, 3]``, order (cmp, slc,
+        win), fp32 (fp64 for fp64 ``x``), if there are any. Angles and rotation follow
+        :func:`nsa.apply_rope`.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: a weight has another shape than its columns.
     """
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
-    found = None if weights is None else [tuple(weight.shape) for weight in weights]
-    if x.ndim != 2 or found not in (None, shapes):
-        rule = f"have shapes {shapes} for x [T, width] of shape {tuple(x.shape)}"
-        fail("weights", rule, found)
-    for part in columns.parts:
-        if part.rotated != "no" and (rope.dim > part.size or rope.dim % 2):
-            rule = f"have an even dim of at most the head size ({part.size})"
-            fail("rope", rule, rope.dim)
-    if before is not None and before.shape != (sequences.num_sequences,):
-        fail("before", f"have shape {(sequences.num_sequences,)}", tuple(before.shape))
+    found = [tuple(weight.shape) for weight in weights]
+    check(found in ([], shapes), "weights", f"have shapes {shapes}", found)
     device = x.device.type
     if choose_backend(backend, x, "x") == "reference":
-        products: Sequence[Tensor]
-        if weights is None:
-            products = x[:, : sum(columns.sizes)].split(columns.sizes, -1)
-        else:
-            products = [functional.linear(x, weight) for weight in weights]
+        products = [functional.linear(x, weight) for weight in weights] or columns.split(x)
         sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
         if before is not None:
             positions = positions + before[sequence]
         return split_reference(products, bias, positions, columns, rope)
-    if weights is None:
+    if not weights:
         x = x.contiguous()
     elif torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    cu, _, num_sequences, length, _ = sequences.kernel_arguments()
+    cu, _, length, _, num_sequences = sequences.arguments()
     where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(project_op(x, list(weights or ()), bias, *where))
+    return list(project_op(x, list(weights), bias, *where))
 
 
-def normalise_heads(
-    product: Tensor, columns: Columns, norms: Sequence[Callable[[Tensor], Tensor] | None]
-) -> Tensor:
-    """Normalise the heads of some parts of a product ``[T, N]``.
+def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *tokens: Any) -> list[Tensor]:
+    """Heads, and the gates if there are any."""
+    from nsa.ops.projection.kernels import move
 
-    Args:
-        product: products with all weights side by side; it may end with padding.
-        columns: the column layout of the product.
-        norms: for each part a norm of ``[T, number, size]``, or None.
+    columns, gates = Columns.from_text(tokens[4]), None
+    product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
+    shapes = [(x.shape[0], part.number, part.size) for part in columns.parts for _ in part.outputs]
+    heads = [x.new_empty(shape) for shape in shapes]
+    if columns.gates is not None:
+        gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
+    move(product, heads, gates, None, bias, tokens, backward=False)
+    return heads if gates is None else [*heads, gates]
 
-    Returns:
-        ``[T, N]`` without padding.
+
+def _backward(
+    grads: list[Tensor],
+    x: Tensor | None,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    gates: Tensor | None,
+    *tokens: Any,
+) -> list[Tensor]:
+    """Gradients of x, of the packed weights (if x is given) and of the bias (if it is given).
+
+    Without weights the first is that of the product. Others are empty.
     """
-    pieces = list(product[:, : sum(columns.sizes)].split(columns.sizes, -1))
-    for k, (part, norm) in enumerate(zip(columns.parts, norms, strict=True)):
-        if norm is not None:
-            pieces[k] = norm(pieces[k].unflatten(-1, (part.number, part.size))).flatten(-2)
-    return torch.cat(pieces, dim=-1)
+    from nsa.ops.projection.kernels import move
+
+    used, heads = sum(Columns.from_text(tokens[4]).sizes), [grad.contiguous() for grad in grads]
+    dproduct = heads[0].new_empty(heads[0].shape[0], padded(used))
+    empty = dproduct.new_empty(0)
+    dbias = empty if bias is None else torch.empty_like(bias)
+    dgates = None if gates is None else heads.pop()
+    move(dproduct, heads, gates, dgates, None if bias is None else dbias, tokens, backward=True)
+    return [
+        torch.mm(dproduct, packed(weights, dproduct.dtype)) if weights else dproduct[:, :used],
+        empty if x is None else torch.mm(dproduct.t(), x),
+        dbias,
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weights, bias, before, cu, *ctx.rest = inputs
+    gates = None if bias is None else output[-1]
+    ctx.save_for_backward(x if weights else None, bias, before, cu, gates, *weights)
+
+
+def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    x, bias, *tensors = ctx.saved_tensors
+    (before, cu, gates), weights = tensors[:3], tensors[3:]
+    needs_x, needs_weights, needs_bias = ctx.needs[:3]
+    needs_weights = bool(weights) and any(needs_weights)
+    given = (x if needs_weights else None, weights if needs_x else [], bias if needs_bias else None)
+    tokens = (before, cu, *ctx.rest)
+    dx, dweight, dbias = project_backward_op(list(grads), *given, gates, *tokens)
+    dweights = list[Tensor | None]([None] * len(weights))
+    if needs_weights:
+        rows = [weight.shape[0] for weight in weights]
+        dweights = list(dweight[: sum(rows)].to(weights[0].dtype).split(rows))
+    gradients = (dx if needs_x else None, dweights or None, dbias if needs_bias else None)
+    return *gradients, *[None] * len(tokens)
+
+
+_TOKENS = "Tensor? before, Tensor? cu, SymInt num_sequences, SymInt length, str columns, str rope"
+project_op = register(
+    "project",
+    f"(Tensor x, Tensor[] weights, Tensor? bias, {_TOKENS}) -> Tensor[]",
+    _forward,
+    _forward,
+    setup_context=_setup,
+    backward=_differentiate,
+)
+project_backward_op = register(
+    "project_backward",
+    "(Tensor[] grads, Tensor? x, Tensor[] weights, Tensor? bias, Tensor? gates, "
+    f"{_TOKENS}) -> Tensor[]",
+    _backward,
+    _backward,
+)

@@ -1,6 +1,6 @@
 """Kernel that splits a projection into rotated heads and gates, or merges their gradients.
 
-All functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. ``x_row``
+All jitted functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. ``x_row``
 ``[R, 1]`` points to their rows of the product x ``[T, columns]``.
 """
 
@@ -9,18 +9,30 @@ All functions work on the tokens ``row`` ``[R]`` of a program, valid if ``ok``. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from nsa.ops._plan import Constants
-from nsa.ops._triton.kernel import kernel, wait_for_inputs
-from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32
-from nsa.ops.projection.layout import ALIGNMENT
+from nsa.ops._layout import ALIGNMENT, cdiv, next_power_of_2, padded
+from nsa.ops._plan import Constants, is_fake, once
+from nsa.ops._triton.kernel import Launch, kernel, starts_early, wait_for_inputs
+from nsa.ops._triton.tiles import VARYING, cos_sin, load_fp32, token_positions
+from nsa.ops.projection.layout import Columns
+from nsa.rope import Rope, frequency_table
 
 # Columns with padding are a multiple of this.
 ALIGNED = tl.constexpr(ALIGNMENT)
+
+
+# Tokens per program, and programs that share the heads of the same tokens: more of them for short
+# inputs, where programs are too few to hide memory latency, and even more in a decode step.
+BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
+SOME_TOKENS, SOME_HEAD_PROGRAMS = 16_384, 8
+FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
 
 
 class Part(NamedTuple):
@@ -63,28 +75,6 @@ class Plan(Constants):
 
 
 @triton.jit
-def token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps):
-    """Positions of the tokens in their sequences, offset by the earlier tokens."""
-    if cu_ptr is None:
-        sequence = row // tl.maximum(len_x, 1)
-        position = (row % tl.maximum(len_x, 1)).to(tl.int32)
-    else:
-        # Binary search for the last sequence that begins at or before the row.
-        sequence = tl.zeros(row.shape, tl.int32)
-        start = sequence
-        for step in tl.range(0, search_steps):
-            later = sequence + (1 << (search_steps - 1 - step))
-            begin = tl.load(cu_ptr + later, mask=later < num_sequences, other=0)
-            found = (later < num_sequences) & (begin <= row)
-            sequence = tl.where(found, later, sequence)
-            start = tl.where(found, begin, start)
-        position = (row - start).to(tl.int32)
-    if before_ptr is not None:
-        position += tl.load(before_ptr + sequence, mask=ok, other=0).to(tl.int32)
-    return position
-
-
-@triton.jit
 def move_heads(
     x_row,
     tensor_ptrs,
@@ -92,27 +82,23 @@ def move_heads(
     ok,
     cosine,
     sine,
-    PLAN: tl.constexpr,
-    NUMBER: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     """Copy this program's heads of one part from x to a tensor of heads, or back."""
-    HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
-    SIZE: tl.constexpr = PLAN.parts[NUMBER].size
-    ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
-    HALF: tl.constexpr = ROTARY // 2
-    PLAIN: tl.constexpr = PLAN.parts[NUMBER].plain
-    begin = row[:, None] * (HEADS * SIZE)
-    plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
-    source = x_row + PLAN.parts[NUMBER].start
-    target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
+    SIZE: tl.constexpr = PART.size
+    HALF: tl.constexpr = PART.rotary // 2
+    begin = row[:, None] * (PART.heads * SIZE)
+    plain = None if PART.plain < 0 else tensor_ptrs[PART.plain] + begin
+    source = x_row + PART.start
+    target = tensor_ptrs[PART.tensor] + begin
     if BACKWARD:
         source, target = target, source
     # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
-    first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
-    for head in tl.range(first_head % programs, HEADS, programs):
+    first_head = tl.program_id(1) + programs - PART.start // SIZE % programs
+    for head in tl.range(first_head % programs, PART.heads, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
             mask = ok[:, None] & (i < HALF)
@@ -121,8 +107,8 @@ def move_heads(
             second = load_fp32(source + at + HALF, mask)
             put(target, plain, at, first * cosine - second * sine, mask)
             put(target, plain, at + HALF, second * cosine + first * sine, mask)
-        if ROTARY < SIZE:
-            j = ROTARY + tl.arange(0, PLAN.parts[NUMBER].block)[None, :]
+        if PART.rotary < SIZE:
+            j = PART.rotary + tl.arange(0, PART.block)[None, :]
             mask = ok[:, None] & (j < SIZE)
             at = head * SIZE + j
             put(target, plain, at, load_fp32(source + at, mask), mask)
@@ -145,57 +131,61 @@ def gate_logit(x_row, bias_ptr, head, mask, BRANCH: tl.constexpr, GATES: tl.cons
 
 
 @triton.jit
-def open_gates(x_row, gates_ptr, bias_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Compute gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``."""
-    head = tl.arange(0, BLOCK_H)[None, :]
-    mask = ok[:, None] & (head < GATES.heads)
-    at = gates_ptr + (row[:, None] * GATES.heads + head) * 3
-    for branch in tl.static_range(len(GATES.off)):
-        tl.store(at + GATES.off[branch], 0.0, mask=mask)
-    for branch in tl.static_range(len(GATES.branches)):
-        logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
-        if GATES.sharpness > 0:
-            total = 0.0
-            for other in tl.static_range(len(GATES.branches)):
-                difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
-                total += tl.exp(difference * GATES.sharpness)
-            gate = 1.0 / total
-        else:
-            gate = tl.sigmoid(logit)
-        tl.store(at + GATES.branches[branch], gate, mask=mask)
-
-
-@triton.jit
-def close_gates(
-    x_row, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES: tl.constexpr, BLOCK_H: tl.constexpr
+def move_gates(
+    x_row,
+    gates_ptr,
+    dgates_ptr,
+    bias_ptr,
+    row,
+    ok,
+    GATES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
-    """Compute gradients of the logits, which begin at ``x_row``, from those of the gates.
+    """Compute gates ``[T, Hq, 3]`` from their logits, which begin at ``x_row``.
 
-    Their sums over the rows are stored at ``sum_ptr`` unless it is None.
+    In the backward compute the gradients of the logits from those of the gates, and store their
+    sums over the rows at ``bias_ptr`` unless it is None.
     """
     head = tl.arange(0, BLOCK_H)[None, :]
     mask = ok[:, None] & (head < GATES.heads)
     at = (row[:, None] * GATES.heads + head) * 3
-    mean = 0.0
-    if GATES.sharpness > 0:
+    if BACKWARD:
+        mean = 0.0
+        if GATES.sharpness > 0:
+            for branch in tl.static_range(len(GATES.branches)):
+                gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
+                mean += gate * load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
         for branch in tl.static_range(len(GATES.branches)):
             gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
-            mean += gate * load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
-    for branch in tl.static_range(len(GATES.branches)):
-        gate = load_fp32(gates_ptr + at + GATES.branches[branch], mask)
-        dgate = load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
-        if GATES.sharpness > 0:
-            dlogit = gate * (dgate - mean) * GATES.sharpness
-        else:
-            dlogit = gate * (1.0 - gate) * dgate
-        column = head * len(GATES.branches) + branch
-        tl.store(x_row + column, dlogit, mask=mask)
-        if sum_ptr is not None:
-            # Do not fuse the multiplication with the first addition between two lanes: each lane
-            # would round only the other's product, and lanes that write the same sum would differ
-            # in the last bit.
-            total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
-            tl.store(sum_ptr + column, total, mask=head < GATES.heads)
+            dgate = load_fp32(dgates_ptr + at + GATES.branches[branch], mask)
+            if GATES.sharpness > 0:
+                dlogit = gate * (dgate - mean) * GATES.sharpness
+            else:
+                dlogit = gate * (1.0 - gate) * dgate
+            column = head * len(GATES.branches) + branch
+            tl.store(x_row + column, dlogit, mask=mask)
+            if bias_ptr is not None:
+                # Do not fuse the multiplication with the first addition between two lanes: each
+                # lane would round only the other's product, and lanes that write the same sum would
+                # differ in the last bit.
+                total = tl.sum(tl.where(mask, dlogit, 0.0), 0)[None, :]
+                tl.store(bias_ptr + column, total, mask=head < GATES.heads)
+    else:
+        gates_ptr += at
+        for branch in tl.static_range(len(GATES.off)):
+            tl.store(gates_ptr + GATES.off[branch], 0.0, mask=mask)
+        for branch in tl.static_range(len(GATES.branches)):
+            logit = gate_logit(x_row, bias_ptr, head, mask, branch, GATES)
+            if GATES.sharpness > 0:
+                total = 0.0
+                for other in tl.static_range(len(GATES.branches)):
+                    difference = gate_logit(x_row, bias_ptr, head, mask, other, GATES) - logit
+                    total += tl.exp(difference * GATES.sharpness)
+                gate = 1.0 / total
+            else:
+                gate = tl.sigmoid(logit)
+            tl.store(gates_ptr + GATES.branches[branch], gate, mask=mask)
 
 
 @kernel(do_not_specialize=[*VARYING, "search_steps"])
@@ -232,30 +222,106 @@ def heads_kernel(
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
-    cosine = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
-    sine = cosine
-    if frequency_ptr is not None:
-        i = tl.arange(0, BLOCK_HALF)
-        frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
-        position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
-        position = (position + position_offset).to(tl.float32)
-        cosine, sine = cos_sin(position[:, None] * frequency[None, :])
-        cosine *= magnitude
-        sine *= -magnitude if BACKWARD else magnitude
+    i = tl.arange(0, BLOCK_HALF)
+    frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
+    position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
+    position = (position + position_offset).to(tl.float32)
+    cosine, sine = cos_sin(position[:, None] * frequency[None, :])
+    cosine *= magnitude
+    sine *= -magnitude if BACKWARD else magnitude
     x_row = x_ptr + row[:, None] * stride_x
     for k in tl.static_range(len(PLAN.parts)):
-        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
+        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN.parts[k], BLOCK_HALF, BACKWARD)
     if tl.program_id(1) == tl.num_programs(1) - 1:
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
-            if BACKWARD:
-                sum_ptr = bias_ptr
-                if sum_ptr is not None:
-                    sum_ptr += tl.program_id(0) * GATES.columns
-                close_gates(logits, gates_ptr, dgates_ptr, sum_ptr, row, ok, GATES, BLOCK_H)
-            else:
-                open_gates(logits, gates_ptr, bias_ptr, row, ok, GATES, BLOCK_H)
+            if BACKWARD and bias_ptr is not None:
+                bias_ptr += tl.program_id(0) * GATES.columns
+            move_gates(logits, gates_ptr, dgates_ptr, bias_ptr, row, ok, GATES, BLOCK_H, BACKWARD)
         if BACKWARD and PLAN.padding > 0:
             j = tl.arange(0, ALIGNED)[None, :]
             mask = ok[:, None] & (j < PLAN.padding)
             tl.store(x_row + PLAN.used + j, 0.0, mask=mask)
+
+
+def move(
+    x: Tensor,
+    tensors: list[Tensor],
+    gates: Tensor | None,
+    dgates: Tensor | None,
+    bias: Tensor | None,
+    tokens: tuple[Any, ...],
+    *,
+    backward: bool,
+) -> None:
+    """Split x ``[T, N]`` into heads ``[T, number, size]`` and gates ``[T, Hq, 3]``, or merge them.
+
+    ``bias`` is the gate bias; in the backward, its gradient, if needed. ``tokens`` are the last
+    arguments of the operators.
+    """
+    if is_fake(x):
+        return
+    before, cu, num_sequences, length, *texts = tokens
+    columns, rope = Columns.from_text(texts[0]), Rope.from_text(texts[1])
+    if backward and bias is not None:
+        tiles = cdiv(x.shape[0], programs_of(x.shape[0])[0])
+        dbias, bias = bias, bias.new_empty(tiles, bias.shape[0], dtype=torch.float32)
+    if x.shape[0]:
+        launch = once(lambda: _plan(x, columns, rope, before is not None, backward))
+        launch(
+            x,
+            tuple(tensors),
+            gates,
+            dgates,
+            bias,
+            before,
+            frequency_table(rope, x.device),
+            cu,
+            length,
+            num_sequences,
+            num_sequences.bit_length(),
+            x.shape[0],
+            x.stride(0),
+            rope.magnitude,
+            rope.position_offset,
+        )
+    if backward and bias is not None:
+        dbias.copy_(bias.sum(0))
+
+
+def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool) -> Launch:
+    """Return the launch of the kernel."""
+    parts, tensor = list[Part](), 0
+    for start, heads in zip(accumulate(columns.sizes, initial=0), columns.parts, strict=False):
+        # In the backward one pass over the columns adds both gradients.
+        both = backward and len(heads.outputs) > 1
+        for rotated in heads.outputs:
+            if rotated or not both:
+                rotary, plain = rope.dim * rotated, tensor - 1 if both else -1
+                block = next_power_of_2(max(heads.size - rotary, 1))
+                sizes = (heads.number, heads.size, rotary, block)
+                parts.append(Part(start, *sizes, tensor, plain))
+            tensor += 1
+    used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
+    block_rows, programs = programs_of(x.shape[0])
+    return Launch(
+        heads_kernel,
+        (cdiv(x.shape[0], block_rows), programs),
+        PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
+        GATES=columns.gates,
+        BACKWARD=backward,
+        BLOCK_R=block_rows,
+        BLOCK_HALF=block_half,
+        BLOCK_H=1 if columns.gates is None else next_power_of_2(columns.gates.heads),
+        # A decode step launches little else; in training other streams are involved.
+        launch_pdl=is_decoding and x.shape[0] <= FEW_TOKENS and starts_early(x),
+        # Cosines and sines of all tokens stay in registers.
+        num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
+    )
+
+
+def programs_of(num_tokens: int) -> tuple[int, int]:
+    """Tokens per program, and programs that share the heads of the same tokens."""
+    if num_tokens <= FEW_TOKENS:
+        return FEW_ROWS, FEW_HEAD_PROGRAMS
+    return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS

@@ -1,25 +1,17 @@
-"""Column layout of a layer's projection, and packing of its weights."""
+"""Column layout of a layer's projection, and the specification of heads and gates."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import accumulate
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nsa.fields import settle
+from nsa.fields import AsText, settle
 from nsa.ops._plan import Constants
-
-# Rows of the packed weights are padded to a multiple of this: Triton specializes only on strides
-# that are multiples of 16, which allow 16-byte loads.
-ALIGNMENT = 16
-
-Rotated = Literal["no", "yes", "both"]
+from nsa.rope import Rope, apply_rope
 
 
 @dataclass(frozen=True)
@@ -29,13 +21,13 @@ class Heads:
     Attributes:
         number: number of heads.
         size: columns of each head.
-        rotated: whether they are rotated by the token's position; ``both`` returns them unrotated
-            and rotated.
+        outputs: for each output tensor, unrotated first, whether its heads are rotated by the
+            token's position.
     """
 
     number: int
     size: int
-    rotated: Rotated = "no"
+    outputs: tuple[bool, ...] = (False,)
 
     @property
     def columns(self) -> int:
@@ -80,56 +72,58 @@ class Gates(Constants):
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(AsText):
     """Column layout of a projection, in order.
 
     Attributes:
         parts: heads, one part for each weight.
         gates: the gates after them, with the last weight; None without gates.
-        text: both as JSON, which registered operators accept as an argument.
-        without_gates: the layout of the parts alone.
     """
 
     parts: tuple[Heads, ...]
     gates: Gates | None = None
-    text: ClassVar[str]
-    without_gates: ClassVar[Columns]
-
-    def __post_init__(self) -> None:
-        settle(self)
-        object.__setattr__(self, "text", json.dumps(asdict(self)))
-        alone = self if self.gates is None else Columns(self.parts)
-        object.__setattr__(self, "without_gates", alone)
-
-    @classmethod
-    @cache
-    def from_text(cls, text: str) -> Columns:
-        """Parse :attr:`text`."""
-        return cls(**json.loads(text))
 
     @property
     def sizes(self) -> list[int]:
         """Number of columns of each weight."""
         return [x.columns for x in (*self.parts, self.gates) if x is not None]
 
-    def outputs(self) -> Iterator[tuple[int, Heads, bool]]:
-        """Yield first column, heads and whether they are rotated, for each output tensor."""
-        wanted = {"no": (False,), "yes": (True,), "both": (False, True)}
-        for start, part in zip(accumulate(self.sizes, initial=0), self.parts, strict=False):
-            yield from ((start, part, rotated) for rotated in wanted[part.rotated])
+    def split(self, product: Tensor) -> list[Tensor]:
+        """Columns of each weight in a product ``[T, N]``, which may end with padding."""
+        return list(product[:, : sum(self.sizes)].split(self.sizes, -1))
 
 
-def padded(rows: int) -> int:
-    """Number of rows including padding."""
-    return -(-rows // ALIGNMENT) * ALIGNMENT
+def split_reference(
+    products: Sequence[Tensor],
+    bias: Tensor | None,
+    positions: Tensor,
+    columns: Columns,
+    rope: Rope,
+) -> list[Tensor]:
+    """Heads and gates from the products ``[T, columns]`` with each weight."""
+    found = []
+    # The product with the gate weight comes last.
+    for part, product in zip(columns.parts, products, strict=False):
+        heads = product.unflatten(-1, (part.number, part.size))
+        found += [apply_rope(heads, positions, rope) if x else heads for x in part.outputs]
+    if columns.gates is not None:
+        logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
+        found.append(activate(logits, columns.gates))
+    return found
 
 
-@torch.no_grad()
-def packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Copy weights ``[n, width]`` to one matrix ``[N, width]``, which ends with rows of zeros."""
-    rows = [weight.shape[0] for weight in weights]
-    used = sum(rows)
-    whole = weights[0].new_empty(padded(used), weights[0].shape[1], dtype=dtype)
-    torch._foreach_copy_(whole[:used].split(rows), list(weights))
-    whole[used:].zero_()
-    return whole
+def activate(logits: Tensor, gates: Gates) -> Tensor:
+    """Gates ``[T, Hq, 3]`` from logits ``[T, Hq * branches]``; 0 for a disabled branch.
+
+    They are fp32, or fp64 for fp64 logits.
+    """
+    logits = logits.unflatten(-1, (gates.heads, len(gates.branches)))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if gates.activation == "sigmoid":
+        active = logits.sigmoid()
+    else:
+        active = (logits / gates.temperature).softmax(-1)
+    found = [active.new_zeros(active.shape[:-1])] * 3
+    for branch, gate in zip(gates.branches, active.unbind(-1), strict=True):
+        found[branch] = gate
+    return torch.stack(found, dim=-1)

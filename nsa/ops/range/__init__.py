@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_heads, check_qkv, scale_of
-from nsa.ops._operator import Call, KeyRange, register_attention
-from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
-from nsa.ops.range.reference import (
-    RangeInputs,
-    RangeResults,
-    compressed_attention_reference,
-    window_attention_reference,
+from nsa.ops._masked_attention import (
+    masked_attention,
+    max_compressed,
+    visible_compressed,
+    visible_window,
 )
+from nsa.ops._operator import Call, KeyRange, register_attention
+from nsa.ops._packed import compressed_cu_seqlens
+from nsa.ops._sequences import compressed_key_shape, open_sequences, pack
+from nsa.ops.range.types import RangeInputs, RangeResults
 from nsa.stages import COMPRESSED, WINDOW, in_stage
 
 __all__ = [
@@ -117,8 +118,10 @@ def run_window_attention(inputs: RangeInputs, call: Call, backend: str) -> Range
     """See :func:`window_attention`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
         return window_attention_op(inputs, call)
-    with torch.autocast(inputs.q.device.type, enabled=False):
-        return window_attention_reference(inputs, call)
+    visible = visible_window(call.sequences, call.config)[:, None]
+    out, lse = masked_attention(*inputs, visible, call)
+    assert out is not None
+    return RangeResults(out, lse)
 
 
 def compressed_attention(
@@ -188,5 +191,7 @@ def run_compressed_attention(
         inputs = RangeInputs(q, k_cmp, k_cmp if v_cmp is None else v_cmp)
         out, lse = compressed_attention_op(inputs, call)
         return None if v_cmp is None else out, lse
-    with torch.autocast(q.device.type, enabled=False):
-        return compressed_attention_reference(q, k_cmp, v_cmp, call)
+    sequences, config = call.sequences, call.config
+    visible = visible_compressed(sequences, config)[:, None]
+    keys = compressed_cu_seqlens(sequences.cu_k, config), max_compressed(sequences, config)
+    return masked_attention(q, k_cmp, v_cmp, visible, call, keys)

@@ -118,13 +118,8 @@ def range_fwd_kernel(
     Program (i, h) computes the i-th tile of rows from the end, queries by query heads of KV head h,
     in a loop over the keys visible to any of its queries.
     """
-    D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
-    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
-    TMA: tl.constexpr = TILE.tma
     head_kv = tl.program_id(1)
     # The last tiles see the most keys, so they start first.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -136,8 +131,8 @@ def range_fwd_kernel(
         keys = Span(head_kv, first_key, num_keys)
         rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, BLOCK_M, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        row_max, total, acc = softmax_start(BLOCK_M, BLOCK_DV)
+        q = load_tile(q_ptr, q_at, rows.ok, HEADS.D, HEADS.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        row_max, total, acc = softmax_start(BLOCK_M, HEADS.BLOCK_DV)
         scale = softmax_scale * LOG2_E
         visible_end = high(rows.t, size, stride, WINDOW)  # [BLOCK_M]
         start, middle, tail, last, end = key_steps(
@@ -154,8 +149,20 @@ def range_fwd_kernel(
                 num_stages=1 if past_end else TILE.stages,
             ):
                 # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
-                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
-                v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
+                k = load_keys(
+                    k_source, keys, n, stride_k, HEADS.D, HEADS.BLOCK_D, BLOCK_N, past_end, TILE.tma
+                )
+                v = load_keys(
+                    v_source,
+                    keys,
+                    n,
+                    stride_v,
+                    HEADS.DV,
+                    HEADS.BLOCK_DV,
+                    BLOCK_N,
+                    past_end,
+                    TILE.tma,
+                )
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 masked = True if past_end else (n < middle) | (n >= tail)
                 if masked:
@@ -166,7 +173,7 @@ def range_fwd_kernel(
 
         # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
-        store_rows(out_ptr, rows.token * HEADS.HQ + rows.head, rows.ok, DV, out, DV, BLOCK_DV)
+        store_rows(out_ptr, rows.token * HEADS.HQ + rows.head, rows.ok, out, HEADS.DV)
         lse_of_head = lse_ptr + rows.head.to(tl.int64) * num_rows
         tl.store(lse_of_head + first_q + rows.row, lse, mask=rows.ok)
 
@@ -208,12 +215,9 @@ def range_dq_kernel(
     see ``load_statistics``.
     """
     D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
-    TMA: tl.constexpr = TILE.tma
     BRANCH: tl.constexpr = 2 if WINDOW else 0
     head_kv = tl.program_id(1)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -227,11 +231,23 @@ def range_dq_kernel(
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         dout_at = rows.token * stride_do[0] + rows.head * stride_do[1]
         q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        dout = load_tile(
+            dout_ptr, dout_at, rows.ok, HEADS.DV, HEADS.BLOCK_DV
+        )  # [BLOCK_M, BLOCK_DV]
         out_row = rows.token * HEADS.HQ + rows.head
         at = rows.head.to(tl.int64) * num_rows + first_q + rows.row
         delta, lse = load_statistics(
-            out_ptr, lse_ptr, delta_ptr, gated, dout, out_row, at, rows.ok, BRANCH, DV, BLOCK_DV
+            out_ptr,
+            lse_ptr,
+            delta_ptr,
+            gated,
+            dout,
+            out_row,
+            at,
+            rows.ok,
+            BRANCH,
+            HEADS.DV,
+            HEADS.BLOCK_DV,
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         scale = softmax_scale * LOG2_E
@@ -249,8 +265,18 @@ def range_dq_kernel(
                 num_stages=1 if past_end else TILE.stages,
             ):
                 # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
-                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
-                v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
+                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TILE.tma)
+                v = load_keys(
+                    v_source,
+                    keys,
+                    n,
+                    stride_v,
+                    HEADS.DV,
+                    HEADS.BLOCK_DV,
+                    BLOCK_N,
+                    past_end,
+                    TILE.tma,
+                )
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
                 # Probabilities, recomputed from lse.
@@ -264,7 +290,7 @@ def range_dq_kernel(
         dq *= softmax_scale
         if ADD:
             dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D).to(tl.float32)
-        store_rows(dq_ptr, out_row, rows.ok, D, dq, D, BLOCK_D)
+        store_rows(dq_ptr, out_row, rows.ok, dq, D)
 
 
 @triton.jit
@@ -328,15 +354,15 @@ def range_dkv_kernel(
     Program (i, h, c) computes the i-th block of keys of KV head h, in a loop over the queries of
     chunk c that see any of them, head by head.
     """
-    G: tl.constexpr = HEADS.G
-    HKV: tl.constexpr = HEADS.HQ // G
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
+    TMA: tl.constexpr = TILE.tma
+    G: tl.constexpr = HEADS.G
+    HKV: tl.constexpr = HEADS.HQ // G
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
-    TMA: tl.constexpr = TILE.tma
     KEYS_AS_ROWS: tl.constexpr = TILE.keys_as_rows
     # Small heads leave registers for both input matmuls at once: the second runs during the
     # exponentiation of the first.
@@ -416,8 +442,8 @@ def range_dkv_kernel(
                     ds = (p * (dp - of_queries(delta, KEYS_AS_ROWS))).to(q.dtype)
                     dk = key_gradient(dk, ds, q, KEYS_AS_ROWS)
             out_row = (chunk.to(tl.int64) * num_rows_key + key_row) * HKV + head_kv
-            store_rows(dk_ptr, out_row, key_ok, D, dk * softmax_scale, D, BLOCK_D)
-            store_rows(dv_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+            store_rows(dk_ptr, out_row, key_ok, dk * softmax_scale, D)
+            store_rows(dv_ptr, out_row, key_ok, dv, DV)
 
 
 @kernel(do_not_specialize=VARYING, repr=name_of("range_reduce_kernel"))
@@ -481,4 +507,4 @@ def sum_chunks(
         for _ in tl.range(first // chunk_rows, (end - 1) // chunk_rows + 1):
             total += load_rows(part_ptr, part, ok, D, D, BLOCK_D)
             part += step
-    store_rows(out_ptr, row, ok, D, total, D, BLOCK_D)
+    store_rows(out_ptr, row, ok, total, D)

@@ -23,7 +23,7 @@ from nsa.ops.range.kernels import (
     range_fwd_kernel,
     range_reduce_kernel,
 )
-from nsa.ops.range.reference import RangeInputs, RangeResults
+from nsa.ops.range.types import RangeInputs, RangeResults
 
 # Split of the queries of one key block into chunks: maximum number of chunks, minimum number of
 # queries per chunk, and target number of programs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
@@ -129,5 +128,4 @@ def run_selected_attention(
     if backend == "triton":
         results = selected_attention_op(inputs, call)
         return results.out, results.lse
-    with torch.autocast(inputs.q.device.type, enabled=False):
-        return selected_attention_reference(inputs, call)
+    return selected_attention_reference(inputs, call)

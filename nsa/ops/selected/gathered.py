@@ -131,26 +131,6 @@ def find_chunk(
 
 
 @triton.jit
-def local_selections(order_ptr, chunk, HKV: tl.constexpr, BLOCKS: tl.constexpr):
-    """Number of leading selections of a chunk whose queries treat its block as local.
-
-    See ``tiled.py``; ``order_ptr`` points to the first selection of the chunk.
-    """
-    local = 0
-    if chunk.block == 0:
-        local = chunk.count
-    elif chunk.t < (chunk.block + 2) * BLOCKS.SIZE:
-        # Queries are ordered, one per position.
-        index = tl.arange(0, 2 * BLOCKS.SIZE)
-        inside = index < chunk.count
-        query = tl.load(order_ptr + index, mask=inside, other=0) // (HKV * BLOCKS.N)
-        later = (query - tl.load(order_ptr) // (HKV * BLOCKS.N)).to(tl.int32)
-        near = inside & (chunk.t + later < (chunk.block + 2) * BLOCKS.SIZE)
-        local = tl.sum(near.to(tl.int32), 0)
-    return local
-
-
-@triton.jit
 def load_vector(pointers, mask, other, SPLIT: tl.constexpr):
     """Load in a column layout, see ``load_column``; ``SPLIT`` loops load directly (faster)."""
     if SPLIT:
@@ -251,32 +231,38 @@ def selected_gather_fwd_kernel(
     if not selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         return
     G: tl.constexpr = HEADS.G
-    D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
-    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
-    BLOCK_N: tl.constexpr = TILE.keys
     HKV: tl.constexpr = HEADS.HQ // G
-    PARTS: tl.constexpr = BLOCKS.SIZE // BLOCK_N
+    PARTS: tl.constexpr = BLOCKS.SIZE // TILE.keys
     sequences = (cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences)
     chunk = find_chunk(
         chunks, sequences, num_blocks, segment, segment_rows, chunk_size, HKV, BLOCKS
     )
     head_kv = chunk.head_kv
     order_ptr = chunks[0] + chunk.begin
-    local = local_selections(order_ptr, chunk, HKV, BLOCKS)
+    # Leading selections whose queries treat the block as local, see ``tiled.py``.
+    local = 0
+    if chunk.block == 0:
+        local = chunk.count
+    elif chunk.t < (chunk.block + 2) * BLOCKS.SIZE:
+        # Queries are ordered, one per position.
+        index = tl.arange(0, 2 * BLOCKS.SIZE)
+        inside = index < chunk.count
+        query = tl.load(order_ptr + index, mask=inside, other=0) // (HKV * BLOCKS.N)
+        later = (query - tl.load(order_ptr) // (HKV * BLOCKS.N)).to(tl.int32)
+        near = inside & (chunk.t + later < (chunk.block + 2) * BLOCKS.SIZE)
+        local = tl.sum(near.to(tl.int32), 0)
     if chunk.count > local:
         first_key, num_tokens = sequence_rows(cu_k_ptr, chunk.sequence, len_k)
         part = tl.program_id(1)
-        key = chunk.block * BLOCKS.SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = chunk.block * BLOCKS.SIZE + part * TILE.keys + tl.arange(0, TILE.keys)
         key_ok = key < num_tokens
         key_row = (first_key + key).to(tl.int64)
         # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
         k_ptr += head_kv * stride_k[1]
-        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
+        k = load_rows(k_ptr, key_row, key_ok, stride_k[0], HEADS.D, HEADS.BLOCK_D)
         v_ptr += head_kv * stride_v[1]
-        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
+        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], HEADS.DV, HEADS.BLOCK_DV)
         first_row = segment.to(tl.int64) * segment_rows
         scale = softmax_scale * LOG2_E
         order_ptr += local
@@ -293,14 +279,14 @@ def selected_gather_fwd_kernel(
             rows = locate_rows(selection, r, num_rows, G, HKV * BLOCKS.N, BLOCK_M)
             token = first_row + rows.query
             q_at = token * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
-            q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+            q = load_tile(q_ptr, q_at, rows.ok, HEADS.D, HEADS.BLOCK_D)  # [BLOCK_M, BLOCK_D]
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
             row_max = tl.max(s, 1) * scale
             p = tl.exp2(s * scale - row_max[:, None])
             total = tl.sum(p, 1)
             out = tl.dot(p.to(v.dtype), v, input_precision="ieee")  # [BLOCK_M, BLOCK_DV] fp32
             slot = (rows.selection * PARTS + part) * G + rows.head
-            store_rows(part_ptr, slot, rows.ok, DV, out * (1.0 / total)[:, None], DV, BLOCK_DV)
+            store_rows(part_ptr, slot, rows.ok, out * (1.0 / total)[:, None], HEADS.DV)
             tl.store(lse_part_ptr + slot, row_max + tl.log2(total), mask=rows.ok)
 
 
@@ -328,35 +314,32 @@ def selected_merge_out_kernel(
     Program i handles the i-th ``STEPS`` tiles of ``BLOCK_M`` rows of the segment (queries by
     heads), and merges ``BLOCK_S`` slots at a time.
     """
-    HQ: tl.constexpr = HEADS.HQ
-    N: tl.constexpr = BLOCKS.N
     DV: tl.constexpr = HEADS.DV
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         for step in tl.range(0, STEPS, num_stages=1):
             r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
             first_row = segment.to(tl.int64) * segment_rows
-            row = first_row * HQ + r
-            row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
+            row = first_row * HEADS.HQ + r
+            row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HEADS.HQ
             local_lse = tl.load(lse_ptr + row, mask=row_ok, other=-float("inf")) * LOG2_E
             row_max = tl.maximum(local_lse, -1e30)
             total = tl.exp2(local_lse - row_max)
-            out = load_rows(out_ptr, row, row_ok, DV, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+            out = load_rows(out_ptr, row, row_ok, DV, DV, HEADS.BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
             acc = out.to(tl.float32) * total[:, None]
-            for first in tl.range(0, N * PARTS, BLOCK_S):
+            for first in tl.range(0, BLOCKS.N * PARTS, BLOCK_S):
                 part, ok = slot_rows(
-                    key_ptr, r, row_ok, first, first_row, absent, HEADS, N, PARTS, BLOCK_S
+                    key_ptr, r, row_ok, first, first_row, absent, HEADS, BLOCKS.N, PARTS, BLOCK_S
                 )
                 lse = tl.load(lse_part_ptr + part, mask=ok, other=-float("inf"))
                 new_max = tl.maximum(row_max, tl.max(lse, 1))
                 weight = tl.exp2(lse - new_max[:, None])  # [BLOCK_M, BLOCK_S]
                 alpha = tl.exp2(row_max - new_max)
-                slots = load_slots(part_ptr, part, ok, DV, BLOCK_DV)
+                slots = load_slots(part_ptr, part, ok, DV, HEADS.BLOCK_DV)
                 acc = acc * alpha[:, None] + tl.sum(slots * weight[:, :, None], 1)
                 total = total * alpha + tl.sum(weight, 1)
                 row_max = new_max
             empty = total == 0
             total = tl.where(empty, 1.0, total)
-            store_rows(out_ptr, row, row_ok, DV, acc / total[:, None], DV, BLOCK_DV)
+            store_rows(out_ptr, row, row_ok, acc / total[:, None], DV)
             lse = tl.where(empty, -float("inf"), (row_max + tl.log2(total)) * LN_2)
             tl.store(lse_ptr + row, lse, mask=row_ok)

@@ -53,8 +53,6 @@ def finish_keys(
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
-    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     sums, grads, begin_ptr, length_ptr = targets
     segment, last_segment = segments
     final = True
@@ -64,17 +62,17 @@ def finish_keys(
         begin = tl.load(begin_ptr + segment * key_blocks + key_block)
         end = begin + tl.load(length_ptr + segment * key_blocks + key_block)
         if begin > tl.load(begin_ptr + key_block):
-            dk += load_rows(dk_sum_ptr, row, ok, D, D, BLOCK_D)
-            dv += load_rows(dv_sum_ptr, row, ok, DV, DV, BLOCK_DV)
+            dk += load_rows(dk_sum_ptr, row, ok, D, D, HEADS.BLOCK_D)
+            dv += load_rows(dv_sum_ptr, row, ok, DV, DV, HEADS.BLOCK_DV)
         at_last = last_segment * key_blocks + key_block
         final = end == tl.load(begin_ptr + at_last) + tl.load(length_ptr + at_last)
         if not final:
-            store_rows(dk_sum_ptr, row, ok, D, dk, D, BLOCK_D)
-            store_rows(dv_sum_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+            store_rows(dk_sum_ptr, row, ok, dk, D)
+            store_rows(dv_sum_ptr, row, ok, dv, DV)
     if final:
         dk_ptr, dv_ptr = grads
-        store_rows(dk_ptr, row, ok, D, dk * softmax_scale, D, BLOCK_D)
-        store_rows(dv_ptr, row, ok, DV, dv, DV, BLOCK_DV)
+        store_rows(dk_ptr, row, ok, dk * softmax_scale, D)
+        store_rows(dv_ptr, row, ok, dv, DV)
 
 
 @triton.jit
@@ -173,7 +171,6 @@ def selected_gather_bwd_kernel(
             return
     G: tl.constexpr = HEADS.G
     D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
@@ -210,7 +207,7 @@ def selected_gather_bwd_kernel(
         k_ptr += head_kv * stride_k[1]
         k = load_rows(k_ptr, key_row, key_ok, stride_k[0], D, BLOCK_D)
         v_ptr += head_kv * stride_v[1]
-        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], DV, BLOCK_DV)
+        v = load_rows(v_ptr, key_row, key_ok, stride_v[0], HEADS.DV, BLOCK_DV)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         first_row = segment.to(tl.int64) * segment_rows
@@ -240,7 +237,7 @@ def selected_gather_bwd_kernel(
                 q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
                 dout_at = token * stride_do[0] + head_q * stride_do[1]
                 # [BLOCK_M, BLOCK_DV]
-                dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)
+                dout = load_tile(dout_ptr, dout_at, rows.ok, HEADS.DV, BLOCK_DV)
                 lse = load_vector(lse_ptr + at, rows.ok, float("inf"), SPLIT) * LOG2_E
                 delta = load_vector(delta_ptr + at, rows.ok, 0.0, SPLIT)
                 causal = past == 0 if SPLIT else r < hidden * G
@@ -251,7 +248,7 @@ def selected_gather_bwd_kernel(
                 if DQ:
                     dq = query_gradient(ds, k, KEYS_AS_ROWS)  # [BLOCK_M, BLOCK_D] fp32
                     slot = (rows.selection * PARTS + part) * G + rows.head
-                    store_rows(part_ptr, slot, rows.ok, D, dq * softmax_scale, D, BLOCK_D)
+                    store_rows(part_ptr, slot, rows.ok, dq * softmax_scale, D)
         if chunk.alone:
             targets = (sums, grads, chunks[1], chunks[2])
             row, key_blocks = key_row * HKV + head_kv, HKV * num_blocks
@@ -263,8 +260,8 @@ def selected_gather_bwd_kernel(
             dk_part_ptr, dv_part_ptr = partial
             inside = key - chunk.block * BLOCKS.SIZE
             out_row = tl.program_id(0).to(tl.int64) * BLOCKS.SIZE + inside
-            store_rows(dk_part_ptr, out_row, key_ok, D, dk, D, BLOCK_D)
-            store_rows(dv_part_ptr, out_row, key_ok, DV, dv, DV, BLOCK_DV)
+            store_rows(dk_part_ptr, out_row, key_ok, dk, D)
+            store_rows(dv_part_ptr, out_row, key_ok, dv, HEADS.DV)
 
 
 @kernel(do_not_specialize=SEGMENT)
@@ -298,8 +295,6 @@ def selected_reduce_kernel(
     if tile_stats_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED) != DQ:
             return
-    D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     HKV: tl.constexpr = HEADS.HQ // HEADS.G
@@ -326,8 +321,8 @@ def selected_reduce_kernel(
                 chunks = chunk + tl.arange(0, BLOCK_C)
                 part = chunks[None, :] * BLOCKS.SIZE + inside[:, None]  # [BLOCK_K, BLOCK_C]
                 there = ok[:, None] & (chunks < end)[None, :]
-                dk += tl.sum(load_slots(dk_part_ptr, part, there, D, BLOCK_D), 1)
-                dv += tl.sum(load_slots(dv_part_ptr, part, there, DV, BLOCK_DV), 1)
+                dk += tl.sum(load_slots(dk_part_ptr, part, there, HEADS.D, BLOCK_D), 1)
+                dv += tl.sum(load_slots(dv_part_ptr, part, there, HEADS.DV, BLOCK_DV), 1)
             row = (first_key + block * BLOCKS.SIZE + inside).to(tl.int64) * HKV + head
             targets = (sums, grads, begin_ptr, length_ptr)
             segments = (segment, last_segment)
@@ -358,22 +353,20 @@ def selected_merge_dq_kernel(
 
     Programs handle the same rows as in ``selected_merge_out_kernel``.
     """
-    HQ: tl.constexpr = HEADS.HQ
-    N: tl.constexpr = BLOCKS.N
     D: tl.constexpr = HEADS.D
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
     if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         for step in tl.range(0, STEPS, num_stages=1):
             r = (tl.program_id(0) * STEPS + step) * BLOCK_M + tl.arange(0, BLOCK_M)
             first_row = segment.to(tl.int64) * segment_rows
-            row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HQ
+            row_ok = r < tl.minimum(num_rows - first_row, segment_rows) * HEADS.HQ
             dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for first in tl.range(0, N * PARTS, BLOCK_S):
+            for first in tl.range(0, BLOCKS.N * PARTS, BLOCK_S):
                 part, ok = slot_rows(
-                    key_ptr, r, row_ok, first, first_row, absent, HEADS, N, PARTS, BLOCK_S
+                    key_ptr, r, row_ok, first, first_row, absent, HEADS, BLOCKS.N, PARTS, BLOCK_S
                 )
                 dq += tl.sum(load_slots(part_ptr, part, ok, D, BLOCK_D), 1)
-            row = first_row * HQ + r
+            row = first_row * HEADS.HQ + r
             if ADD:
                 dq += load_rows(dq_ptr, row, row_ok, D, D, BLOCK_D).to(tl.float32)
-            store_rows(dq_ptr, row, row_ok, D, dq, D, BLOCK_D)
+            store_rows(dq_ptr, row, row_ok, dq, D)

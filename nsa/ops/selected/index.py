@@ -262,7 +262,7 @@ def new_index(
 
 def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:
     """Check that a tile's blocks can be counted, and sorted with their slot in one integer."""
-    _name, counted = "selected_attention", "slots for the queries of a tile"
+    counted = "slots for the queries of a tile"
     hint = "Give fewer slots a query."
     check_numbers("block_indices", list_len, counted, _checks.LISTED, hint)
     counted = "blocks a sequence with so many slots"

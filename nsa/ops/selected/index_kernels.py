@@ -103,7 +103,6 @@ def list_kernel(
     length of the list and 1 (for the tile) to ``tile_stats_ptr`` unless it is None; integer sums do
     not depend on the order. If they are ``COUNTED`` already, only lists that are read are built.
     """
-    N: tl.constexpr = BLOCKS.N
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
     if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
@@ -121,8 +120,8 @@ def list_kernel(
         query = e // PAD_N
         slot = e % PAD_N
         row = tile_q + query
-        ok = (row < end_q) & (slot < N)
-        at = ((first_q + row).to(tl.int64) * HKV + head) * N + slot
+        ok = (row < end_q) & (slot < BLOCKS.N)
+        at = ((first_q + row).to(tl.int64) * HKV + head) * BLOCKS.N + slot
         named = tl.load(indices_ptr + at, mask=ok, other=-1)  # [SIZE], 32 or 64 bits
         t = num_tokens - num_q + row
         present = ok & (named >= 0) & (named <= t // BLOCK_SIZE)

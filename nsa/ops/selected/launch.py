@@ -174,7 +174,7 @@ def selected_forward(
 ) -> None:
     """Write the results; ``unique`` tells whether no query selects a block twice."""
     q, k, v, block_indices = inputs = inputs.read()
-    _name, counted = "selected_attention", "selections (tokens times KV heads times slots)"
+    counted = "selections (tokens times KV heads times slots)"
     check_queries(q)
     check_keys("k", k)
     check_numbers("block_indices", block_indices.numel(), counted)
@@ -360,6 +360,16 @@ def _tiled_query_gradient(
     gated: Gated,
 ) -> None:
     """dq if the tiled algorithm runs; delta and the gated lse in any case."""
+
+    def row_sums() -> Launch:
+        constants = constants_of(inputs, call)
+        heads, blocks = constants["HEADS"], constants["BLOCKS"]
+        # Column masks need registers.
+        limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
+        sizes = {"HEADS": heads, "BLOCKS": blocks, "BLOCK_R": DELTA_ROWS, "num_warps": 4}
+        strides = {"stride_do": dout.stride()}
+        return Launch(selected_delta_kernel, (DELTA_PROGRAMS,), **strides, **sizes, **limit)
+
     q, k, v, dout, lse, delta = read
     where = call.sequences
     tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
@@ -387,26 +397,9 @@ def _tiled_query_gradient(
         lists.block.shape[1],
     )
     if tile_stats is not None:
-        launch = once(lambda: _plan_row_sums(inputs, call, dout))
         cu_q, _, len_q, _, num_sequences = where.arguments()
-        launch(*statistics, gated.pointers(lse), tile_stats, *(cu_q, len_q, num_sequences))
-
-
-def _plan_row_sums(inputs: SelectedInputs, call: Call, dout: Tensor) -> Launch:
-    constants = constants_of(inputs, call)
-    heads = constants["HEADS"]
-    # Column masks need registers.
-    limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
-    return Launch(
-        selected_delta_kernel,
-        (DELTA_PROGRAMS,),
-        stride_do=dout.stride(),
-        HEADS=heads,
-        BLOCKS=constants["BLOCKS"],
-        BLOCK_R=DELTA_ROWS,
-        num_warps=4,
-        **limit,
-    )
+        numbers = (cu_q, len_q, num_sequences)
+        once(row_sums)(*statistics, gated.pointers(lse), tile_stats, *numbers)
 
 
 def new_backward_index(

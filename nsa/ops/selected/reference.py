@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops._masked_attention import masked_attention, max_blocks, padded_positions, visible_tokens
 from nsa.ops._operator import Call
-from nsa.ops._packed import pad, unpad
+from nsa.ops._packed import pad
 from nsa.ops._sequences import Sequences
 from nsa.ops.selected.types import SelectedInputs
 
@@ -35,13 +35,8 @@ def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequen
 
 def selected_attention_reference(inputs: SelectedInputs, call: Call) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.selected_attention`; inputs are packed and validated."""
-    (q, k, v, block_indices), sequences = inputs, call.sequences
-    out, lse = masked_attention(
-        pad(q, sequences.cu_q, sequences.max_q),
-        pad(k, sequences.cu_k, sequences.max_k),
-        pad(v, sequences.cu_k, sequences.max_k),
-        visible_selected(block_indices, call.config, sequences),
-        call.softmax_scale,
-    )
+    q, k, v, block_indices = inputs
+    visible = visible_selected(block_indices, call.config, call.sequences)
+    out, lse = masked_attention(q, k, v, visible, call)
     assert out is not None
-    return unpad(out, sequences.cu_q, q.shape[0]), unpad(lse, sequences.cu_q, q.shape[0])
+    return out, lse

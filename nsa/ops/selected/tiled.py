@@ -141,13 +141,8 @@ def selected_fwd_kernel(
     Program (i, h) computes the i-th tile of ``ROWS`` rows from the end (queries by query heads of
     KV head h), in a loop over the blocks of its list, at most ``LIST_LEN``.
     """
-    D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
-    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
-    TMA: tl.constexpr = TILE.tma
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
     STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -159,8 +154,8 @@ def selected_fwd_kernel(
         keys = Span(head_kv, first_key, num_tokens)
         rows = query_tile(tile, head_kv, first_q, num_q, num_tokens, HEADS.G, ROWS, BLOCK_M)
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
-        q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        row_max, total, acc = softmax_start(BLOCK_M, BLOCK_DV)
+        q = load_tile(q_ptr, q_at, rows.ok, HEADS.D, HEADS.BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        row_max, total, acc = softmax_start(BLOCK_M, HEADS.BLOCK_DV)
         scale = softmax_scale * LOG2_E
         tile_list = find_list(lists, head_kv, number, num_lists, LIST_LEN, STEPS)
         begin, skipped, local = 0, 0, None
@@ -183,8 +178,20 @@ def selected_fwd_kernel(
                 n, query_mask = next_block * BLOCK_SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, skipped, STEPS)
                 # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
-                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
-                v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
+                k = load_keys(
+                    k_source, keys, n, stride_k, HEADS.D, HEADS.BLOCK_D, BLOCK_N, past_end, TILE.tma
+                )
+                v = load_keys(
+                    v_source,
+                    keys,
+                    n,
+                    stride_v,
+                    HEADS.DV,
+                    HEADS.BLOCK_DV,
+                    BLOCK_N,
+                    past_end,
+                    TILE.tma,
+                )
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 selected = selects(query_mask, rows.bit)
                 if local is not None:
@@ -195,7 +202,7 @@ def selected_fwd_kernel(
         # Normalize and store.
         out, lse = softmax_result(row_max, total, acc)
         out_row = rows.token * HEADS.HQ + rows.head
-        store_rows(out_ptr, out_row, rows.ok, DV, out, DV, BLOCK_DV)
+        store_rows(out_ptr, out_row, rows.ok, out, HEADS.DV)
         tl.store(lse_ptr + out_row, lse, mask=rows.ok)
 
 
@@ -239,12 +246,9 @@ def selected_dq_kernel(
         if selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
             return
     D: tl.constexpr = HEADS.D
-    DV: tl.constexpr = HEADS.DV
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
-    TMA: tl.constexpr = TILE.tma
     STEPS: tl.constexpr = BLOCKS.SIZE // BLOCK_N
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
@@ -257,9 +261,21 @@ def selected_dq_kernel(
         q_at = rows.token * stride_q[0] + rows.head * stride_q[1]
         dout_at = rows.token * stride_do[0] + rows.head * stride_do[1]
         out_row = rows.token * HEADS.HQ + rows.head
-        dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        dout = load_tile(
+            dout_ptr, dout_at, rows.ok, HEADS.DV, HEADS.BLOCK_DV
+        )  # [BLOCK_M, BLOCK_DV]
         delta, lse = load_statistics(
-            out_ptr, lse_ptr, delta_ptr, gated, dout, out_row, out_row, rows.ok, 1, DV, BLOCK_DV
+            out_ptr,
+            lse_ptr,
+            delta_ptr,
+            gated,
+            dout,
+            out_row,
+            out_row,
+            rows.ok,
+            1,
+            HEADS.DV,
+            HEADS.BLOCK_DV,
         )
         q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -274,8 +290,18 @@ def selected_dq_kernel(
                 n, query_mask = next_block * BLOCKS.SIZE + i % STEPS * BLOCK_N, next_mask
                 next_block, next_mask = list_step(tile_list, i + 1, 0, STEPS)
                 # Load keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV].
-                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TMA)
-                v = load_keys(v_source, keys, n, stride_v, DV, BLOCK_DV, BLOCK_N, past_end, TMA)
+                k = load_keys(k_source, keys, n, stride_k, D, BLOCK_D, BLOCK_N, past_end, TILE.tma)
+                v = load_keys(
+                    v_source,
+                    keys,
+                    n,
+                    stride_v,
+                    HEADS.DV,
+                    HEADS.BLOCK_DV,
+                    BLOCK_N,
+                    past_end,
+                    TILE.tma,
+                )
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")  # scores [BLOCK_M, BLOCK_N] fp32
                 dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
                 # Probabilities, recomputed from lse.
@@ -287,7 +313,7 @@ def selected_dq_kernel(
         dq *= softmax_scale
         if ADD:
             dq += load_rows(dq_ptr, out_row, rows.ok, D, D, BLOCK_D).to(tl.float32)
-        store_rows(dq_ptr, out_row, rows.ok, D, dq, D, BLOCK_D)
+        store_rows(dq_ptr, out_row, rows.ok, dq, D)
 
 
 @kernel(do_not_specialize=VARYING)
@@ -312,8 +338,6 @@ def selected_delta_kernel(
     """
     if not selections_scatter(tile_stats_ptr, BLOCKS.SCATTERED):
         return
-    DV: tl.constexpr = HEADS.DV
-    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     num_q = len_q * num_sequences if cu_q_ptr is None else tl.load(cu_q_ptr + num_sequences)
     num_tiles = tl.cdiv(num_q.to(tl.int64) * HEADS.HQ, BLOCK_R)
     for tile in tl.range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -322,5 +346,7 @@ def selected_delta_kernel(
         head = (r % HEADS.HQ).to(tl.int32)
         ok = token < num_q
         dout_at = token * stride_do[0] + head * stride_do[1]
-        dout = load_tile(dout_ptr, dout_at, ok, DV, BLOCK_DV)  # [BLOCK_R, BLOCK_DV]
-        load_statistics(out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, ok, 1, DV, BLOCK_DV)
+        dout = load_tile(dout_ptr, dout_at, ok, HEADS.DV, HEADS.BLOCK_DV)  # [BLOCK_R, BLOCK_DV]
+        load_statistics(
+            out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, ok, 1, HEADS.DV, HEADS.BLOCK_DV
+        )

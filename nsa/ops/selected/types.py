@@ -20,11 +20,6 @@ MAX_QUERIES = 32
 SCATTER_THRESHOLD = 2.75
 
 
-def queries_of_tile(group_size: int) -> int:
-    """Number of whole queries, of ``group_size`` heads each, in a tile of 64 rows."""
-    return min(max(64 // group_size, 1), MAX_QUERIES)
-
-
 def always_tiled(
     algorithm: str, group_size: int, n: int, len_q: int, len_k: int, block_size: int
 ) -> bool:
@@ -39,7 +34,7 @@ def always_tiled(
         len_k: upper bound on the key lengths, in tokens.
         block_size: tokens of a block.
     """
-    queries = queries_of_tile(group_size)
+    queries = min(max(64 // group_size, 1), MAX_QUERIES)  # whole ones in a tile of 64 rows
     blocks = -(-len_k // block_size)
     # Averaged over all positions, queries see half of the blocks.
     longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)

@@ -41,9 +41,9 @@ def _add_statistics(
     tile_stats: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
-    num_sequences: int,
     len_q: int,
     len_k: int,
+    num_sequences: int,
     block_size: int,
     threshold: float,
     columns: list[int],
@@ -97,7 +97,7 @@ def _add_statistics(
 add_statistics_op = register(
     "add_statistics",
     "(Tensor(a!) statistics, Tensor gates, Tensor? block_indices, Tensor? tile_stats, "
-    "Tensor? cu_q, Tensor? cu_k, SymInt num_sequences, SymInt len_q, SymInt len_k, "
+    "Tensor? cu_q, Tensor? cu_k, SymInt len_q, SymInt len_k, SymInt num_sequences, "
     "int block_size, float threshold, int[] columns, str backend) -> ()",
     _add_statistics,
     lambda *_: None,
@@ -140,5 +140,5 @@ def add_statistics(
     if found != form:
         fail("statistics", f"be {form}", found)
     columns = [BRANCHES.index(name) for name in config.branches]
-    where = (*sequences.kernel_arguments(), config.block_size, threshold, columns, backend)
+    where = (*sequences.arguments(), config.block_size, threshold, columns, backend)
     add_statistics_op(statistics, gates.detach(), block_indices, tile_stats, *where)

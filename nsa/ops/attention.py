@@ -1,9 +1,10 @@
-"""``nsa::attention``, registered with PyTorch.
+"""Attention branches and their gated sum, without compression.
 
-The forward runs the operators of the branches, the window concurrently with the others. The
-backward is fused: the kernels of each branch read the gradient of the gated sum, apply the branch's
-gate and compute the gate's gradient (the row sum that a softmax gradient needs anyway), and add
-their dQ to that of the previous branch. The gradient of a branch's output is never written.
+``nsa::attention`` runs them as one operator with kernels. Its forward runs the operators of the
+branches, the window concurrently with the others. The backward is fused: the kernels of each branch
+read the gradient of the gated sum, apply the branch's gate and compute the gate's gradient (the row
+sum that a softmax gradient needs anyway), and add their dQ to that of the previous branch. The
+gradient of a branch's output is never written.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
 from nsa.ops._side_stream import fork_join
-from nsa.ops.combination import run_combine
-from nsa.ops.range.reference import RangeInputs, RangeResults
-from nsa.ops.selected.types import SelectedInputs, SelectedResults
+from nsa.ops.combination import combine, run_combine
+from nsa.ops.range import run_compressed_attention, run_window_attention
+from nsa.ops.range.types import RangeInputs, RangeResults
+from nsa.ops.selected import SelectedInputs, run_selected_attention
+from nsa.ops.selected.types import SelectedResults
+from nsa.ops.selection import run_select_blocks
 from nsa.ops.selection.reference import SelectionInputs, new_selection
 from nsa.stages import COMPRESSED, GATES, SELECTED, SELECTION, WINDOW, stage
 
@@ -63,6 +67,27 @@ class BranchInputs(NamedTuple):
             return SelectionInputs(self.q, self.k_slc, None)
         assert self.k_cmp is not None
         return SelectionInputs(self.scoring_queries, self.k_cmp, lse)
+
+    @property
+    def compressed(self) -> RangeInputs | None:
+        """Inputs of the compressed branch; if only lse is needed, the keys serve as values."""
+        if self.k_cmp is None:
+            return None
+        values = self.k_cmp if self.v_cmp is None else self.v_cmp
+        return RangeInputs(self.scoring_queries, self.k_cmp, values)
+
+    @property
+    def window(self) -> RangeInputs | None:
+        """Inputs of the window."""
+        if self.k_win is None or self.v_win is None:
+            return None
+        return RangeInputs(self.q, self.k_win, self.v_win)
+
+    def selected(self, block_indices: Tensor) -> SelectedInputs | None:
+        """Inputs of the selected branch."""
+        if self.k_slc is None or self.v_slc is None:
+            return None
+        return SelectedInputs(self.q, self.k_slc, self.v_slc, block_indices)
 
 
 class AttentionResult(NamedTuple):
@@ -119,37 +144,17 @@ class AttentionResults(NamedTuple):
         return RangeResults(self.out_win, self.lse_win)
 
 
-def _compressed(inputs: BranchInputs) -> RangeInputs | None:
-    """Inputs of the compressed branch; if only lse is needed, the keys serve as values."""
-    if inputs.k_cmp is None:
-        return None
-    values = inputs.k_cmp if inputs.v_cmp is None else inputs.v_cmp
-    return RangeInputs(inputs.scoring_queries, inputs.k_cmp, values)
-
-
-def _window(inputs: BranchInputs) -> RangeInputs | None:
-    if inputs.k_win is None or inputs.v_win is None:
-        return None
-    return RangeInputs(inputs.q, inputs.k_win, inputs.v_win)
-
-
-def _selected(inputs: BranchInputs, block_indices: Tensor) -> SelectedInputs | None:
-    if inputs.k_slc is None or inputs.v_slc is None:
-        return None
-    return SelectedInputs(inputs.q, inputs.k_slc, inputs.v_slc, block_indices)
-
-
 def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
     """Allocate the results of the branches; only shapes and devices are read."""
     made: dict[str, Tensor] = {}
-    if (compressed := _compressed(inputs)) is not None:
+    if (compressed := inputs.compressed) is not None:
         made["out_cmp"], made["lse_cmp"] = RangeResults.new(compressed.q, compressed.v)
     if inputs.k_slc is not None and inputs.v_slc is not None:
         blocks = new_selection(inputs.q, inputs.k_slc, call.config.num_selected_blocks)
         results = SelectedResults.new(inputs.q, inputs.v_slc, blocks, call.algorithm)
         made["block_indices"], made["out_slc"], made["lse_slc"], *rest = blocks, *results
         made["order"], made["tile_stats"] = rest
-    if (window := _window(inputs)) is not None:
+    if (window := inputs.window) is not None:
         made["out_win"], made["lse_win"] = RangeResults.new(window.q, window.v)
     names = AttentionResults._fields
     return AttentionResults(*(made[x] if x in made else inputs.q.new_empty(0) for x in names))
@@ -176,8 +181,8 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
     if inputs.k_cmp is not None:
         call = replace(call, sequences=call.sequences.with_blocks(call.config))
     results = _branch_results(inputs, call)
-    compressed, window = _compressed(inputs), _window(inputs)
-    selected = _selected(inputs, results.block_indices)
+    compressed, window = inputs.compressed, inputs.window
+    selected = inputs.selected(results.block_indices)
     both = (compressed is not None or selected is not None) and window is not None
     with fork_join(inputs.q.device, enabled=both) as streams:
         with streams.on_side():
@@ -224,19 +229,19 @@ def _backward(
     dq, dgates = inputs.q.new_empty(inputs.q.shape), torch.zeros_like(inputs.gates)
     dq_cmp = cmp = win = None
     adds = False
-    compressed = None if inputs.v_cmp is None else _compressed(inputs)
+    compressed = None if inputs.v_cmp is None else inputs.compressed
     if compressed is not None:
         if inputs.q_cmp is not None:
             dq_cmp = inputs.q.new_empty(inputs.q.shape)
         given = (compressed, results.compressed, dout, dq if dq_cmp is None else dq_cmp)
         cmp = RangeBackward(*given, KeyRange.of_blocks(call), Gated(inputs.gates, dgates))
         adds = dq_cmp is None
-    if (window := _window(inputs)) is not None:
+    if (window := inputs.window) is not None:
         given, gated = (window, results.window, dout, dq), Gated(inputs.gates, dgates, adds)
         win = RangeBackward(*given, KeyRange.of_window(call), gated)
         adds = True
     dk_slc = dv_slc = None
-    if (selected := _selected(inputs, results.block_indices)) is not None:
+    if (selected := inputs.selected(results.block_indices)) is not None:
         dk_slc, dv_slc = (x.new_empty(x.shape) for x in (selected.k, selected.v))
     dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
     dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -273,3 +278,34 @@ def _backward(
 attention_op = register_attention(
     "attention", BranchInputs, AttentionResults, _forward, _backward, _fake, reads_out=False
 )
+
+
+def attention_by_branch(
+    inputs: BranchInputs, call: Call, backend: str, window_call: Call | None = None
+) -> AttentionResult:
+    """Attention of packed, validated inputs; backend ``reference`` is the specification.
+
+    ``window_call`` is that of the window branch if its keys are other tokens, as with a cache.
+    """
+    out_cmp = lse = out_slc = out_win = block_indices = None
+    if inputs.k_cmp is not None:
+        given = (inputs.scoring_queries, inputs.k_cmp, inputs.v_cmp)
+        out_cmp, lse = run_compressed_attention(*given, call, backend)
+    if inputs.k_slc is not None:
+        block_indices = run_select_blocks(inputs.scored(call.config, lse), call, backend)
+        if (selected := inputs.selected(block_indices)) is not None:
+            out_slc, _ = run_selected_attention(selected, call, backend)
+    if (window := inputs.window) is not None:
+        out_win, _ = run_window_attention(window, window_call or call, backend)
+    out = combine(out_cmp, out_slc, out_win, inputs.gates, backend=backend)
+    return AttentionResult(out, block_indices, None)
+
+
+def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
+    """Attention of packed, validated inputs; backend ``triton`` runs one fused operator."""
+    if backend == "reference":
+        return attention_by_branch(inputs, call, backend)
+    results = attention_op(inputs, call)
+    if inputs.k_slc is None:
+        return AttentionResult(results.out, None, None)
+    return AttentionResult(results.out, results.block_indices, results.tile_stats)
