@@ -350,10 +350,25 @@ def test_bad_width(width):
 
 
 # --- weights that the layer reads itself ---------------------------------------------------------
-def test_cache_of_a_model_instead_of_a_layer():
-    rule = r"be a layer's cache, such as NSACache\(...\).layers\[0\], or None, got NSACache"
-    with pytest.raises(ValueError, match=f"cache must {rule}"):
-        layer(small())(tokens(5), cache=NSACache(small(), num_layers=1, max_tokens=9))
+@pytest.mark.parametrize(
+    ("argument", "value", "rule"),
+    [
+        ("x", np.zeros((5, WIDTH)), "be a tensor, got ndarray"),
+        ("cu_seqlens", [0, 5], "be a tensor or None, got list"),
+        ("attention_mask", [[1] * 5], "be a tensor or None, got list"),
+        ("sequences", "packed", "be nsa.Sequences or None, got str"),
+        (
+            "cache",
+            NSACache(small(), num_layers=1, max_tokens=9),
+            r"be a layer's cache, such as NSACache\(...\).layers\[0\], or None, got NSACache",
+        ),
+    ],
+    ids=["x", "cu_seqlens", "attention_mask", "sequences", "cache"],
+)
+def test_arguments_of_another_type(argument, value, rule):
+    arguments = {"x": tokens(5), argument: value}
+    with pytest.raises(ValueError, match=f"{argument} must {rule}"):
+        layer(small())(arguments.pop("x"), **arguments)
 
 
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="needs a C++ compiler")

@@ -318,6 +318,14 @@ def open_layer_input(
         attention_mask: mask of a padded batch.
         sequences: replaces the three preceding arguments.
     """
+    check(isinstance(x, Tensor), "x", "be a tensor", type(x).__name__)
+    for name, value, kind, rule in (
+        ("cu_seqlens", cu_seqlens, Tensor, "a tensor"),
+        ("attention_mask", attention_mask, Tensor, "a tensor"),
+        ("sequences", sequences, Sequences, "nsa.Sequences"),
+    ):
+        fits = value is None or isinstance(value, kind)
+        check(fits, name, f"be {rule} or None", type(value).__name__)
     if x.ndim not in (2, 3) or x.shape[-1] != width:
         fail("x", f"have shape [T, {width}] or [B, T, {width}]", tuple(x.shape))
     packed = x if x.ndim == 2 else x.flatten(0, 1)
