@@ -101,17 +101,23 @@ def on_device(rows: list[Tensor]) -> dict[str, Tensor]:
     return {name: x.to(DEVICE) for name, x in left_padded(rows).items()}
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_left_padded_batch(attention):
+# A dense layer, smaller blocks, more KV heads.
+MIXED: Any = [{"attention": "dense"}, {"block_size": 32}, {"num_kv_heads": 4, "window_size": 128}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention": "dense"}, {"num_layers": 3, "layers": MIXED}], ids=str
+)
+def test_left_padded_batch(changes):
     """Each row as if it were alone, and as the model says without a cache, but for near ties."""
-    model = new_model(attention=attention).to(DEVICE)
+    model = new_model(**changes).to(DEVICE)
     prompts = make_prompts(LENGTHS, 256)
     rows = [torch.tensor(prompt) for prompt in prompts]
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     found = model.generate(**on_device(rows), **options)[:, -NEW:].tolist()
     alone = [model.generate(**on_device([row]), **options)[0, -NEW:].tolist() for row in rows]
     differences = first_differences(model.lm, prompts, found)
-    print(f"\n{attention}: differences {differences}")
+    print(f"\n{changes}: differences {differences}")
     assert len(differences) <= 1
     assert sum(x != y for x, y in zip(found, alone, strict=True)) <= 1
     assert len({token for text in found for token in text}) > 30

@@ -1,4 +1,4 @@
-"""Greedy generation with the cache, and what the model says without one."""
+"""Prompts, and what a model says without a cache."""
 
 from __future__ import annotations
 
@@ -7,44 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
-
-
-@torch.no_grad()
-def greedy(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    *,
-    chunk: int,
-    queries: int,
-    num_pages: int | None = None,
-) -> list[list[int]]:
-    """Continue prompts that are read in chunks, ``count`` tokens each, by steps of ``queries``.
-
-    With several queries a step takes in one token that is known and guesses behind it, which are
-    taken back, as speculative decoding does when they are wrong.
-    """
-    most = max(map(len, prompts)) + count + queries
-    decoder = Decoder(model, len(prompts), max_tokens=most, num_pages=num_pages)
-    device = model.embedding.weight.device
-    token = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    for start in range(0, max(map(len, prompts)), chunk):
-        part = [prompt[start : start + chunk] for prompt in prompts]
-        logits = decoder.prefill(part)
-        has_new = torch.tensor([bool(new) for new in part], device=device)
-        token = logits.argmax(-1).where(has_new, token)
-    drawn = [token]
-    for _ in range(count - 1):
-        guesses = token[:, None] + torch.arange(queries, device=device)
-        logits = decoder.step(guesses % model.config.vocab_size)
-        if queries > 1:
-            for b, length in enumerate(decoder.cache.lengths):
-                decoder.cache.truncate(b, length - queries + 1)
-        token = logits[:, 0].argmax(-1)
-        drawn.append(token)
-    return torch.stack(drawn, 1).tolist()
 
 
 @torch.no_grad()
