@@ -69,7 +69,7 @@ def fails(results: Results, name: str, planted: Tensor) -> None:
 
 @pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
 def test_gate_fails_for_planted_errors(branch):
-    """Lse of a masked row, queries that add nothing, a dropped block; others: bench/test_gate.py."""
+    """Lse of a masked row, queries that add nothing, a dropped block; more: bench/test_gate.py."""
     results = RUNS[branch](case_of(dtype=torch.bfloat16))
     lse = results.of_queries["lse"].clone()
     lse[5] = -torch.inf if lse[5].isfinite().all() else -1e30
