@@ -49,12 +49,14 @@ def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
     "changes", [{"phi": "mlp", "compress_hidden_size": 3}, {"scores": "token_max"}], ids=str
 )
 def test_prefill_and_decode_at_every_length(changes):
-    """For t from 1 to 100: prefill of t tokens gives the first t rows and the next step row t."""
+    """Prefill of t tokens gives the first t rows, the next step row t; t is short or at edges."""
     config = small(**changes)
     module, x = layer(config), tokens(LONGEST + 1)
     full, stepped = array(module(x)), new_cache(config)
     for t in range(1, LONGEST + 1):
         near(module(x[t - 1 : t], cache=stepped), full[t - 1 : t])
+        if t > 18 and t % 16 not in (15, 0, 1):
+            continue
         prefilled = new_cache(config)
         near(module(x[:t], cache=prefilled), full[:t])
         near(module(x[t : t + 1], cache=prefilled), full[t : t + 1])

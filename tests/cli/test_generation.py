@@ -87,7 +87,7 @@ class Screen(io.StringIO):
 
 def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe(here, nsa, monkeypatch):
     odd = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202e"
-    words = f"generate run --prompt '{odd}' --prompt aaa --max-new-tokens 200 --temperature 9"
+    words = f"generate run --prompt '{odd}' --prompt aaa --max-new-tokens 60 --temperature 9"
     piped = nsa(words)
     assert piped.startswith(f"--- prompt 1\n{odd}")
     control = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
