@@ -321,7 +321,9 @@ def test_eval_looks_for_needles(tiny, run, nsa, refusal):
     assert all(-7 * 8 < log < -7 * 2 for log in logs), "seven bytes that are hardly predicted"
     assert logs[-1] == pytest.approx(sum(logs[:3] + logs[4:7]) / 6)
     assert load_measurement("a", Path("a.npz"))[1]["needles"] == rows
-    assert json.loads(nsa(f"{words} --seed 1 --json"))["needles"] != rows
+    short = words.replace(",160", "")
+    other = json.loads(nsa(f"{short} --seed 1 --json"))["needles"]
+    assert other[0]["log_prob_nats"] != logs[0]
     title, total = (line for line in nsa(words).splitlines() if line.startswith("needles: "))
     assert title == "needles: exact matches and log-probability of the value (nats), by depth"
     assert re.fullmatch(r".* 0\.0% exact matches \(95% .* 0\.0% to 24\.2%\), -\S+ nats", total)
