@@ -333,7 +333,7 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
             Case(heads(2, num_init_blocks=init, num_local_blocks=local), (150, 33)),
             {},
         )
-        for init, local in ((0, 1), (2, 3))
+        for init, local in ((0, 1), (2, 2))
     },
     "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
     "part of a block": (
