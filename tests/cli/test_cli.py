@@ -272,13 +272,8 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     said = nsa("compare a.npz --against b.npz")
     assert "nsa step 2, dense step 2: " in said
     assert f"difference: {difference:+.4f} bits per byte" in said
-    nsa("eval nsa --seq-len 96 --save d.npz")
-    nsa("eval dense --split test --windows 1 --save c.npz")
     for words, why in (
         ("compare a.npz --against b.npz a.npz", "must be as many files as FILES (1), got 2"),
-        ("compare a.npz --against tiny.yaml", "must be a file of nsa eval --save, got tiny.yaml"),
-        ("compare a.npz --against d.npz", "d.npz must have the split of a.npz (test), got val"),
-        ("compare a.npz --against c.npz", "must have the seq_len of a.npz (96)"),
         ("eval nsa --save a.npz", "--save must name a new file"),
     ):
         assert why in refusal(words)
