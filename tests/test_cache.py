@@ -49,27 +49,26 @@ def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
     "changes", [{"phi": "mlp", "compress_hidden_size": 3}, {"scores": "token_max"}], ids=str
 )
 def test_prefill_and_decode_at_every_length(changes):
-    """For t from 1 to 100: prefill of t tokens gives the first t rows and the next step row t."""
+    """Prefill of t tokens gives the first t rows, the next step row t; t is short or at edges."""
     config = small(**changes)
     module, x = layer(config), tokens(LONGEST + 1)
     full, stepped = array(module(x)), new_cache(config)
     for t in range(1, LONGEST + 1):
         near(module(x[t - 1 : t], cache=stepped), full[t - 1 : t])
+        if t > 18 and t % 16 not in (15, 0, 1):
+            continue
         prefilled = new_cache(config)
         near(module(x[:t], cache=prefilled), full[:t])
         near(module(x[t : t + 1], cache=prefilled), full[t : t + 1])
 
 
 CONFIGS: list[dict[str, Any]] = [
+    {"phi": "mean", "compress_rope": "start"},
+    {"phi": "linear", "compress_rope": "none"},
+    {"phi": "mlp", "compress_rope": "middle"},
     *(
-        {"phi": phi, "compress_rope": where}
-        for phi in ("mean", "linear", "mlp")
-        for where in ("middle", "start", "none")
-    ),
-    *(
-        {"branches": branches, "share_kv": share_kv, "phi": "linear"}
-        for branches in SUBSETS
-        for share_kv in (False, True)
+        {"branches": branches, "share_kv": i % 2 == 0, "phi": "linear"}
+        for i, branches in enumerate(SUBSETS)
     ),
     {"compress_block_size": 16, "compress_stride": 4},
     {"compress_block_size": 16, "compress_stride": 16},

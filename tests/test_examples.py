@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from PIL import Image
 
 from benchmarks import speedup_chart
 from examples import generate, nanogpt
-from nsa import NSACache
+from nsa import NSACache, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,20 +36,28 @@ def test_llama_is_dense_up_to_the_selected_tokens(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "equal for the first 128 of 256 tokens\n"
 
 
-def test_training_on_own_text(tmp_path: Path) -> None:
-    (tmp_path / "letters.txt").write_text("The sea was calm and the letter was long. " * 200)
+def test_training_on_own_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that the shell would start run in this process."""
+    monkeypatch.chdir(tmp_path)
+    Path("letters.txt").write_text("The sea was calm and the letter was long. " * 200)
+    Path("python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" end >>words\n")
+    Path("python").chmod(0o755)
     small = """--steps 2 --optim.warmup-steps 1 --sample-tokens 0 --model.num-layers 1
         --seq-len 128 --micro-batch 2 --global-batch 2 --eval-windows 1"""
     command = ["sh", str(ROOT / "examples/own_text.sh"), "letters.txt", *small.split()]
-    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "finished 2 steps" in done.stdout
-    assert "bits" in done.stdout
-    assert "\nThe " in done.stdout
+    subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    commands = Path("words").read_text().split("\nend\n")[:-1]
+    for words in commands:
+        python, nsa, *rest = words.splitlines()
+        assert (python, nsa) == ("-m", "nsa")
+        assert cli.main(rest) == 0
+    said = capsys.readouterr().out
+    assert len(commands) == 3
+    assert "finished 2 steps" in said
+    assert "bits" in said
+    assert "\nThe " in said
 
 
 def test_every_example_is_run_here() -> None:

@@ -130,13 +130,6 @@ def no_environment(path: str, text: str) -> list[str]:
     return [f"{path}:{line} reads or sets the environment" for line in sorted(used)]
 
 
-def no_broad_except(path: str, text: str) -> list[str]:
-    handlers = [(node.lineno, node.type) for node in nodes(text, ast.ExceptHandler)]
-    texts = [(line, "Exception" if kind is None else ast.unparse(kind)) for line, kind in handlers]
-    broad = re.compile(r"\b(Base)?Exception\b")
-    return [f"{path}:{line} catches everything" for line, kind in texts if broad.search(kind)]
-
-
 FILE_LINES = 600
 FUNCTION_LINES = 60  # without the docstring
 KERNEL_LINES = 130
@@ -174,7 +167,6 @@ def no_private_paths(path: str, text: str) -> list[str]:
 RULES: list[tuple[Rule, list[Path]]] = [
     (import_directions, LIBRARY),
     (no_environment, LIBRARY),
-    (no_broad_except, PYTHON),
     (sizes, PYTHON),
     (names, PYTHON),
     (no_private_paths, [*PYTHON, *TEXT]),

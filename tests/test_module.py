@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import logging
 import pickle
@@ -72,22 +71,16 @@ def test_matches_the_oracle(lengths):
 
 
 CONFIGS: list[dict[str, Any]] = [
-    *(
-        {"phi": phi, "compress_rope": where}
-        for phi in PHIS
-        for where in ("middle", "start", "none")
-    ),
-    *(
-        {"gate": gate, "gate_hidden_size": size}
-        for gate in ("sigmoid", "softmax", "fixed")
-        for size in (0, 11)
-    ),
+    {"phi": "mean", "compress_rope": "start"},
+    {"phi": "linear", "compress_rope": "none"},
+    {"phi": "mlp", "compress_rope": "middle"},
+    {"gate": "sigmoid", "gate_hidden_size": 11},
+    {"gate": "fixed"},
     {"gate": "softmax", "gate_temperature": 0.25},
     {"gate": "softmax", "gate_temperature": 3.0, "gate_hidden_size": 11},
     *(
-        {"branches": branches, "share_kv": share_kv, "phi": "linear", "gate": gate}
-        for branches in SUBSETS
-        for share_kv, gate in ((False, "softmax"), (True, "sigmoid"))
+        {"branches": branches, "share_kv": i % 2 == 0, "phi": "linear", "gate": "softmax"}
+        for i, branches in enumerate(SUBSETS)
     ),
     {"num_heads": 3, "num_kv_heads": 3},
     {"num_heads": 6, "num_kv_heads": 1},
@@ -157,32 +150,6 @@ def test_offsets_are_made_on_the_device(shape):
         torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
     with NoLists(), pytest.raises(AssertionError, match="from a list"):
         torch.tensor([0, 70])
-
-
-@pytest.mark.parametrize("where", ["middle", "start", "none"])
-@pytest.mark.parametrize("offset", [1, 13, 1000])
-def test_shift_of_all_positions_changes_nothing(where, offset):
-    module, x = layer(small(compress_rope=where, phi="linear")), tokens(170)
-    cu = offsets((140, 30))
-    before = module(x, cu_seqlens=cu)
-    module.rope = dataclasses.replace(module.rope, position_offset=offset)
-    near(module(x, cu_seqlens=cu), array(before), 1e-11)
-
-
-def test_bf16_autocast_with_fp32_parameters():
-    module, x = layer(small(), dtype=torch.float32), tokens(140).float()
-    exact = module(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = module(x)
-    out.sum().backward()
-    assert out.dtype == torch.bfloat16
-    # Some rows select other blocks in bf16: most rows agree to the precision of bf16, all are
-    # finite.
-    error = (out.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    assert float(error.detach().median()) < 0.02
-    for parameter in module.parameters():
-        assert grad(parameter).dtype == torch.float32
-        assert bool(grad(parameter).isfinite().all())
 
 
 # ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from nsa import cli, configs, extras
+from nsa import configs, extras
 from nsa.cli.bench import carried_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,16 +160,10 @@ def test_ten_steps(train):
     assert (folder / "loss.png").exists()
 
 
-def test_the_wheel_plans_as_the_checkout_does(train, capsys):
-    """It has the measured rows, and they are found from anywhere."""
+def test_the_wheel_has_the_measured_rows(train):
+    """They are found from anywhere."""
     code = "from nsa.cli.bench import carried_rows as c; print(*c('results', 'memory'), sep='\\n')"
     carried = [Path(line) for line in train("python", "-c", code).splitlines()]
     committed = carried_rows("results", "memory")
     assert all(path.is_relative_to(train.site) for path in carried)
     assert [path.read_bytes() for path in carried] == [path.read_bytes() for path in committed]
-    options = "--gpu h200 --compute-dtype bf16 --model.num-layers 1 --json"
-    words = ["plan", "cpu-small", *options.split()]
-    assert cli.main(words) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert json.loads(train("nsa", *words)) == planned
-    assert "as of seed, launched" in planned["speed_from"]  # neither of the two replays CUDA graphs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NativeSparseAttention, NSACache, NSAConfig, Rope, Sequences
+from nsa import NSACache, NSAConfig, Rope, Sequences
 from nsa.attention import AttentionInputs
 from nsa.cache import chunk
 from nsa.ops.attention import BranchInputs
-from tests.ops.cases import array, near, offsets, small
+from tests.ops.cases import offsets
 
 OPERATIONS = 10_000
 KINDS = ("append", "append", "append", "reserve", "fork", "free", "truncate", "reorder")
@@ -115,44 +114,20 @@ class Driven:
         return missing + sum(min(n, pages.uses[page] - 1) for page, n in shared.items())
 
 
-def test_a_step_that_an_error_ended_half_way():
-    """One of two layers has received the tokens: a few can be removed; of many, all must be."""
-    torch.manual_seed(0)
-    module = NativeSparseAttention(24, small(phi="linear")).double().requires_grad_(False)
-    x = torch.randn(150, 24, dtype=torch.float64)
-    expected = module(x)
-    for count, is_few in ((8, True), (9, False)):
-        cache = NSACache(module.config, 2, max_tokens=150)
-        for layer in cache.layers:
-            module(x[:50], cache=layer)
-        module(-x[:count], cache=cache.layers[0])
-        if is_few:
-            cache.truncate(0, 50)
-        else:
-            refused(cache, partial(cache.truncate, 0, 50), "^length must be 0, got 50")
-            cache.free(0)
-        for part in x[cache.lengths[0] :].split([3, 147 - cache.lengths[0]]):
-            for layer in cache.layers:
-                start = cache.lengths[0]
-                found = module(part, cache=layer)
-                near(found, array(expected[start : start + len(part)]))
-        assert cache.lengths == [150]
-
-
 def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
     """A call raises and leaves everything as it was."""
 
     def state() -> object:
         pages, tensors = cache._pages, cache.layers[0].tensors
-        tables = [x.tables[PAGE].tolist() for x in cache._on_devices.values()]
-        memory = [x.tolist() for x in tensors or () if x is not None]
+        memory = [x.tables[PAGE] for x in cache._on_devices.values()]
+        memory += [x for x in tensors or () if x is not None]
         lists = (cache._lengths, cache._written, pages.held, pages.uses, pages._free)
-        return copy.deepcopy((lists, tables, memory))
+        return repr(lists), [x.numpy().tobytes() for x in memory]  # NaN included
 
     before = state()
     with pytest.raises(ValueError, match=match):
         call()
-    assert repr(state()) == repr(before)  # NaN included
+    assert state() == before
 
 
 @pytest.mark.parametrize("rollback", [8, 20])

@@ -225,6 +225,7 @@ class WrongWhenCompiled(nn.Module):
         return y + (0.5 * x if torch.compiler.is_compiling() and f"{x.shape[1]}" else 0.0)
 
 
+@pytest.mark.faults  # of a judge that only the acceptance run on a GPU needs
 def test_a_foreign_model_is_judged(monkeypatch):
     monkeypatch.setattr(foreign_model, "NativeSparseAttention", WrongWhenCompiled)
     warmup = ((4, 64), (3, 96), (2, 80), (1, 64), (1, 128), (1, 48))
@@ -236,6 +237,7 @@ def test_a_foreign_model_is_judged(monkeypatch):
     assert figures["compilations_after_5"] == 2
 
 
+@pytest.mark.faults  # see above; what adapters do: tests/hf/test_peft.py
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for peft
 def test_adapters(tmp_path, monkeypatch):
     """They learn a text that repeats; with a learning rate of 0 they change nothing."""

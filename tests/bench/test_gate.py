@@ -44,13 +44,15 @@ def gradients(
     return dict(zip(("out", *(f"d{name}" for name in names)), (out, *found), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "dtype"),
     [
-        *((name, SMALL) for name in sorted(CASES)),
-        *((name, BY_TOKEN) for name in ("attention", "attention.choice")),
-        ("attention", UNCOMPRESSED),
+        *((name, SMALL, torch.float32) for name in sorted(CASES)),
+        ("attention", BY_TOKEN, torch.bfloat16),
+        ("attention.choice", BY_TOKEN, torch.float16),
+        ("attention.selected", SMALL, torch.bfloat16),
+        ("attention.compress", SMALL, torch.float16),
+        ("attention", UNCOMPRESSED, torch.float32),
     ],
 )
 def test_right_results_pass(name: str, config: NSAConfig, dtype: torch.dtype) -> None:
@@ -88,8 +90,6 @@ def one_infinite(x: Tensor) -> Tensor:
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled": lambda x: 1.001 * x,
     "one infinite": one_infinite,
-    "neighbours": lambda x: x.roll(1, dims=0 if x.ndim == 3 else 1),
-    "other group": lambda x: x.flip(-2),
 }
 
 
@@ -98,7 +98,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_wrong_result_is_rejected(name: str, change: str) -> None:
     results = [*CASES[name].outputs, *(f"d{leaf}" for leaf in CASES[name].inputs)]
     if name == "attention":  # takes long: each result has one change, each branch's had all
-        results = results[[*CHANGES].index(change) :: len(CHANGES)]
+        results = results[[*CHANGES].index(change) :: 2]
     for which in results:
         assert f"{which}:" in altered(name, which, CHANGES[change])
 

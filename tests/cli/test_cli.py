@@ -272,13 +272,8 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
     said = nsa("compare a.npz --against b.npz")
     assert "nsa step 2, dense step 2: " in said
     assert f"difference: {difference:+.4f} bits per byte" in said
-    nsa("eval nsa --seq-len 96 --save d.npz")
-    nsa("eval dense --split test --windows 1 --save c.npz")
     for words, why in (
         ("compare a.npz --against b.npz a.npz", "must be as many files as FILES (1), got 2"),
-        ("compare a.npz --against tiny.yaml", "must be a file of nsa eval --save, got tiny.yaml"),
-        ("compare a.npz --against d.npz", "d.npz must have the split of a.npz (test), got val"),
-        ("compare a.npz --against c.npz", "must have the seq_len of a.npz (96)"),
         ("eval nsa --save a.npz", "--save must name a new file"),
     ):
         assert why in refusal(words)
@@ -321,7 +316,9 @@ def test_eval_looks_for_needles(tiny, run, nsa, refusal):
     assert all(-7 * 8 < log < -7 * 2 for log in logs), "seven bytes that are hardly predicted"
     assert logs[-1] == pytest.approx(sum(logs[:3] + logs[4:7]) / 6)
     assert load_measurement("a", Path("a.npz"))[1]["needles"] == rows
-    assert json.loads(nsa(f"{words} --seed 1 --json"))["needles"] != rows
+    short = words.replace(",160", "")
+    other = json.loads(nsa(f"{short} --seed 1 --json"))["needles"]
+    assert other[0]["log_prob_nats"] != logs[0]
     title, total = (line for line in nsa(words).splitlines() if line.startswith("needles: "))
     assert title == "needles: exact matches and log-probability of the value (nats), by depth"
     assert re.fullmatch(r".* 0\.0% exact matches \(95% .* 0\.0% to 24\.2%\), -\S+ nats", total)

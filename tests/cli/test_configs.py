@@ -69,6 +69,7 @@ def comment(name: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
+@functools.cache
 def meta_model(config: TrainConfig) -> LanguageModel:
     with torch.device("meta"):
         return LanguageModel(config.model)

@@ -61,10 +61,7 @@ def test_checkpoints_and_prompts(here, nsa, monkeypatch):
     [
         ("--prompt - --prompt -", "--prompt - must be given only once, got it 2 times"),
         ("--prompt -", "standard input must be text in UTF-8"),
-        ("--prompt ''", "prompts must contain at least one token"),
         ("--prompt a --temperature -1", "temperature must be at least 0"),
-        ("--prompt a --stop '\udcff'", "stop must be valid UTF-8"),
-        ("--prompt a --stop ''", "stop must contain no empty string"),
         ("--prompt-file none.txt", "must name an existing file"),
         ("--prompt-file a.txt", "--prompt-file must contain a prompt, got none in a.txt"),
         ("--prompt-file b.txt", "must be text in UTF-8, got another byte at offset 2"),
@@ -87,7 +84,7 @@ class Screen(io.StringIO):
 
 def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe(here, nsa, monkeypatch):
     odd = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202e"
-    words = f"generate run --prompt '{odd}' --prompt aaa --max-new-tokens 200 --temperature 9"
+    words = f"generate run --prompt '{odd}' --prompt aaa --max-new-tokens 60 --temperature 9"
     piped = nsa(words)
     assert piped.startswith(f"--- prompt 1\n{odd}")
     control = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

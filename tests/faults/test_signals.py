@@ -47,8 +47,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "fault"),
     [
-        ("SIGTERM", ("slow", "0.05")),
-        pytest.param("SIGINT", ("slow", "0.05"), marks=in_full),
+        # In the process itself: tests/train/test_resume.py.
+        *(pytest.param(how, ("slow", "0.05"), marks=in_full) for how in ("SIGTERM", "SIGINT")),
         pytest.param("SIGHUP", ("slow", "0.05"), marks=in_full),
         ("halt", ("slow", "0.05")),
         # A wait of minutes for a stream must not delay the end.
@@ -173,6 +173,11 @@ STARVED: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def starved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("starved"), **STARVED)
+
+
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
@@ -184,14 +189,13 @@ STARVED: dict[str, Any] = {
     ],
 )
 def test_starving_run_leaves_a_checkpoint_and_resumes_identically(
-    tmp_path: Path, fault: str, what: str
+    tmp_path: Path, starved: Path, fault: str, what: str
 ) -> None:
-    whole = undisturbed(tmp_path, **STARVED)
-    with Run(tmp_path, config=tmp_path / "tiny.yaml", fault=(fault, "14")) as run:
+    with Run(tmp_path, config=starved.parent / "tiny.yaml", fault=(fault, "14")) as run:
         assert run.end() == 1
         assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in run.text
     assert steps_of(run.path) == [7]
-    check_resumed(run.path, whole)
+    check_resumed(run.path, starved)
 
 
 def test_one_starving_rank_ends_both_with_a_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nsa.hf import NSAForCausalLM, NSALMConfig
 from nsa.lm.config import LMConfig
+from nsa.lm.model import LanguageModel
 from nsa.testing import assert_within_budget
 from nsa.train.config import DataConfig, OptimConfig, TrainConfig
 from nsa.train.run_folder import RunFolder
@@ -24,7 +26,6 @@ from nsa.train.telemetry.metrics import read_metrics
 from nsa.train.trainer import Trainer
 from tests.gpu.matrix import DEVICE, SEED
 from tests.hf.tiny import left_padded
-from tests.lm.greedy import first_differences, make_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = LMConfig(vocab_size=256, width=256, num_layers=2, nsa=SEED, mlp_hidden_size=512)
@@ -101,17 +102,52 @@ def on_device(rows: list[Tensor]) -> dict[str, Tensor]:
     return {name: x.to(DEVICE) for name, x in left_padded(rows).items()}
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_left_padded_batch(attention):
+@torch.no_grad()
+def first_differences(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> dict[int, tuple[int, float]]:
+    """First token of each text that the model without a cache would not have written.
+
+    Returns, by the index of the text, the position of the token and the distance of its logit from
+    the largest one.
+    """
+    found = dict[int, tuple[int, float]]()
+    device = model.embedding.weight.device
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        logits: Tensor = model(torch.tensor([*prompt, *text[:-1]], device=device))
+        logits = logits[len(prompt) - 1 :]
+        best, said = logits.argmax(-1), torch.tensor(text, device=device)
+        wrong = (best != said).nonzero().flatten().tolist()
+        if wrong:
+            row = logits[wrong[0]]
+            found[number] = wrong[0], float(row.max() - row[said[wrong[0]]])
+    return found
+
+
+def make_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = (torch.randint(0, vocab_size, (n,), generator=generator) for n in lengths)
+    return [prompt.tolist() for prompt in numbers]
+
+
+# A dense layer, smaller blocks, more KV heads.
+MIXED: Any = [{"attention": "dense"}, {"block_size": 32}, {"num_kv_heads": 4, "window_size": 128}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention": "dense"}, {"num_layers": 3, "layers": MIXED}], ids=str
+)
+def test_left_padded_batch(changes):
     """Each row as if it were alone, and as the model says without a cache, but for near ties."""
-    model = new_model(attention=attention).to(DEVICE)
+    model = new_model(**changes).to(DEVICE)
     prompts = make_prompts(LENGTHS, 256)
     rows = [torch.tensor(prompt) for prompt in prompts]
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     found = model.generate(**on_device(rows), **options)[:, -NEW:].tolist()
     alone = [model.generate(**on_device([row]), **options)[0, -NEW:].tolist() for row in rows]
     differences = first_differences(model.lm, prompts, found)
-    print(f"\n{attention}: differences {differences}")
+    print(f"\n{changes}: differences {differences}")
     assert len(differences) <= 1
     assert sum(x != y for x, y in zip(found, alone, strict=True)) <= 1
     assert len({token for text in found for token in text}) > 30

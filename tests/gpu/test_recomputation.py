@@ -1,4 +1,7 @@
-"""Activation checkpointing on a GPU: memory is as promised, and gradients are the same."""
+"""Activation checkpointing on a GPU: memory is as promised, compiled steps are near.
+
+Gradients bit for bit: tests/kernels/test_recomputation.py.
+"""
 
 from __future__ import annotations
 
@@ -58,23 +61,6 @@ def test_a_layer_keeps_what_is_promised(attention, policy):
     two, four = (held_after_forward(attention, POLICIES[policy], number) for number in (2, 4))
     promised = sum(kept_bytes(LMConfig(attention=attention), POLICIES[policy].keeps(0)).values())
     assert (four - two) / 2 / TOKENS == pytest.approx(promised, rel=0.05)
-
-
-def gradients(policy: CheckpointingConfig) -> dict[str, Tensor]:
-    model = make_model("nsa", policy, 4)
-    hidden_states(model).square().mean().backward()
-    found = {
-        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
-    }
-    assert len(found) == sum(name != "head.weight" for name, _ in model.named_parameters())
-    return found
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_equal_bit_for_bit(policy):
-    expected, found = gradients(CheckpointingConfig()), gradients(POLICIES[policy])
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")

@@ -1,16 +1,15 @@
-"""Exact resumption with kernels: a killed and resumed run has the bits of an undisturbed one."""
+"""Exact resumption with kernels; the acceptance run kills and resumes one."""
 
 from __future__ import annotations
 
-import multiprocessing
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
+from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import DataConfig
-from tests.faults import cases
-from tests.faults.test_kill import kills
 from tests.gpu.matrix import SEED
 from tests.ops.registration import Recorder
 from tests.train.cases import make_trainer, reproducible_rows, tiny_config
@@ -36,32 +35,21 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("how", HOW)
-def test_a_run_takes_the_kernels_and_repeats_its_bits(tmp_path, how):
-    config = tiny_config(
-        tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, log_every=1, checkpoint_every=0
-    )
+def test_a_run_takes_the_kernels_and_resumes_bit_for_bit(tmp_path, how):
+    changes: dict[str, Any] = {"checkpoint_every": 5, "keep_checkpoints": 2, "log_every": 1}
+    config = tiny_config(tmp_path, **RUN, **HOW[how], model=MODEL, steps=10, **changes)
     if not config.compile:
         trainer = make_trainer(config, tmp_path / "recorded")
         with Recorder() as recorder:
             trainer.train_step(trainer.next_batches())
         assert "nsa::attention" in recorder.calls  # the reference calls no operator of the library
-    tensors = []
-    for name in ("first", "second"):
-        trainer = make_trainer(config, tmp_path / name)
-        trainer.run()
-        tensors.append(trainer.state.training_tensors())
-    assert reproducible_rows(tmp_path / "first") == reproducible_rows(tmp_path / "second")
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-
-
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [("as it is", 4), ("compiled and replayed", 3), ("by Muon, replayed", 2), ("long", 2)],
-)
-def test_killed_at_random_moments(tmp_path, how, number, monkeypatch):
-    # New processes: one that is forked cannot count on CUDA.
-    monkeypatch.setattr(cases, "FORKS", multiprocessing.get_context("spawn"))
-    monkeypatch.setattr(
-        cases, "tiny_config", lambda folder, **changes: tiny_config(folder, model=MODEL, **changes)
-    )
-    kills(tmp_path, number, 7, **RUN, **HOW[how])
+    whole = make_trainer(config, tmp_path / "whole")
+    whole.run()
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(list_checkpoints(tmp_path / "cut/checkpoints")[-1])
+    again = make_trainer(config, tmp_path / "cut", resume=True)
+    assert again.state.progress.step == 5
+    again.run()
+    assert reproducible_rows(tmp_path / "whole") == reproducible_rows(tmp_path / "cut")
+    expected, found = (trainer.state.training_tensors() for trainer in (whole, again))
+    assert all(torch.equal(found[name], x) for name, x in expected.items())

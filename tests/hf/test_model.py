@@ -205,29 +205,6 @@ def test_positions_that_the_model_counts() -> None:
     assert torch.equal(model(ids, position_ids=column).logits, model(ids).logits)
 
 
-def test_padding() -> None:
-    """Left or right of a row's tokens, it changes nothing; so do rows that are packed into one."""
-    model, rows = tiny(), [tokens(n, seed=n) for n in (60, 7, 33)]
-    expected = [model(row[None]).logits[0] for row in rows]
-    left = left_padded(rows)
-    right = {
-        "input_ids": torch.stack([torch.nn.functional.pad(r, (0, 60 - len(r))) for r in rows]),
-        "attention_mask": left["attention_mask"].flip(1),
-    }
-    for batch in (left, right):
-        for found, valid, wanted in zip(
-            model(**batch).logits, batch["attention_mask"], expected, strict=True
-        ):
-            torch.testing.assert_close(found[valid == 1], wanted, rtol=0, atol=1e-12)
-    packed = {
-        "cu_seq_lens_q": torch.tensor([0, 60, 67, 100]),
-        "max_length_q": 60,
-        "position_ids": torch.arange(100)[None],
-    }
-    logits = model(torch.cat(rows)[None], **packed).logits[0]
-    torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-12)
-
-
 def test_loss_and_checkpointing() -> None:
     """The loss of the next token; a backward pass that computes layers again has its gradients."""
     model, x = tiny(), tokens(2, 40)

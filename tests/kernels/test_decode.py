@@ -305,19 +305,6 @@ def test_chunks_of_a_prompt():
     assert launches == [0, 1, 1]
 
 
-def test_layers_share_lengths():
-    """Every layer sees the lengths before the step, which the last one ends."""
-    module, x = layer(small(**ONE_KV_HEAD)), tokens(2, 41)
-    whole = NSACache(module.config, 2, 2, max_tokens=50)
-    for i, layer_cache in enumerate(whole.layers):
-        module((1 + i) * x[:, :40], cache=layer_cache)
-    for i, layer_cache in enumerate(whole.layers):
-        out = step(module, layer_cache, (1 + i) * x[:, 40:])
-        for b in (0, 1):
-            assert_rows(module, out[b], (1 + i) * x[b])
-    assert whole.lengths == whole.device_lengths.tolist() == [41, 41]
-
-
 @pytest.mark.parametrize("length", [8192, 16384, 32768, 65536])
 def test_keys_read_by_a_step_are_those_of_the_paper(length):
     """Table 4, but for one: the last S tokens hold one block of compression less than S / d."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ["window", "compressed", "choice", "selected", "gathered", "compress"]
-CASES = [f"{axis} {operator}" for axis in ("tokens", "heads") for operator in OPERATORS]
+CASES = [f"tokens {x}" for x in OPERATORS] + [f"heads {x}" for x in OPERATORS[::2]]
 
 PROGRAM = """
 import mmap, sys

@@ -237,7 +237,6 @@ def test_after_a_reset_the_weights_are_those_of_the_model() -> None:
         torch.testing.assert_close(torch.cat((first, rest[0])), expected[14:])
         decoder.reset()
         assert decoder.cache.lengths == [0]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
+        for parameter in model.parameters():  # as adapters are merged: no version counter changes
+            parameter.data *= 2
         decoder.reset()

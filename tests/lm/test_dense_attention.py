@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from unittest.mock import Mock
 
@@ -12,20 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa.config import NSAConfig
 from nsa.lm.dense_attention import DenseAttention, causal_attention
-
-CONFIG = NSAConfig(
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    value_dim=32,
-    compress_block_size=8,
-    compress_stride=4,
-    block_size=16,
-    num_selected_blocks=4,
-    window_size=32,
-)
+from tests.ops.cases import small
 
 
 def inputs(num_tokens: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -101,7 +88,7 @@ def test_gradients_stay_inside_a_document() -> None:
 def test_layer_written_out() -> None:
     torch.manual_seed(0)
     theta = 500.0
-    config = dataclasses.replace(CONFIG, rope_theta=theta)
+    config = small(rope_theta=theta)
     layer = DenseAttention(24, config).double()
     x = torch.randn(11, 24, dtype=torch.float64)
     q, k, v = (

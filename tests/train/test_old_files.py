@@ -107,7 +107,7 @@ def test_a_run_folder_may_have_any_name_in_utf_8(tmp_path, capsys):
     path, config = tmp_path / "cost$\\frac$ a{b}%s <b>&'", write_tiny(tmp_path, steps=2)
     assert cli.main(["train", config, "--run-dir", str(path)]) == 0
     assert (path / "loss.png").stat().st_size > 0
-    assert cli.main(["report", str(path), str(path)]) == 0
+    assert cli.main(["report", str(path)]) == 0
     other = str(tmp_path / os.fsdecode(b"not UTF-8 \xff"))
     assert cli.main(["train", config, "--run-dir", other]) == 2
     assert "--run-dir must be valid UTF-8" in capsys.readouterr().err

@@ -157,14 +157,6 @@ def test_checkpoint_restores_the_random_generators(tmp_path):
     assert draw() == after
 
 
-def test_finished_run_has_nothing_left_to_do(tmp_path):
-    new_trainer(tmp_path, steps=2).run()
-    rows = rows_of(tmp_path)
-    result = resumed(tmp_path, steps=2, log_every=1).run()
-    assert (result.finished, result.step, result.row) == (True, 2, {})
-    assert rows_of(tmp_path) == rows
-
-
 def change_text(trainer: Trainer) -> None:
     (trainer.run_folder.path.parent / "text/00.txt").write_text("a text of another length\n" * 20)
 

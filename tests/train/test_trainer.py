@@ -30,7 +30,6 @@ from nsa.train.generation import Generation
 from nsa.train.load import to_yaml
 from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
-from nsa.train.state import Window
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import (
@@ -327,13 +326,6 @@ def test_a_checkpoint_has_the_loss_of_its_own_step_alone(tmp_path):
     paths = list_checkpoints(trainer.run_folder.checkpoints)
     losses = {step_of(path): read_meta(path)["val_bits_per_byte"] for path in paths}
     assert losses == {4: None, 8: None, 10: rows_of(tmp_path)[-1]["val_bits_per_byte"]}
-
-
-def test_the_largest_gradient_norm_is_not_the_last():
-    window = Window()
-    for norm in (1.0, 3.0, 2.0):
-        window.add(1.0, 1, 1, norm)
-    assert window.grad_norm_max == 3.0
 
 
 def test_no_picture_and_no_sample_ends_a_run(tmp_path, monkeypatch):

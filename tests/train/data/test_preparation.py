@@ -53,7 +53,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_shards_contain_the_documents_of_each_split_in_order(tokenizer, source, tmp_path):
     out = tmp_path / "out"
     index = prepare(config_of(source, tokenizer=tokenizer, bpe_vocab_size=400), out, workers=2)

@@ -20,7 +20,7 @@ from nsa.train.config import CheckpointingConfig
 from nsa.train.execution.activations import checkpoint_activations, kept_bytes
 from nsa.train.loss import NextTokenLoss
 from nsa.train.telemetry.layer_statistics import LayerStatistics
-from tests.train.cases import MODEL, all_equal, new_trainer
+from tests.train.cases import MODEL, PATTERN, all_equal, new_trainer
 
 POLICIES = {
     "full": CheckpointingConfig("full"),
@@ -45,9 +45,12 @@ class Count(TorchDispatchMode):
         return sum(self.runs[str(operator)] for operator in operators)
 
 
-def make_loss(attention: Any, policy: str = "", num_layers: int = 4) -> NextTokenLoss:
+def make_loss(
+    attention: Any, policy: str = "", num_layers: int = 4, pattern: NSAConfig = PATTERN
+) -> NextTokenLoss:
     torch.manual_seed(0)
-    model = LanguageModel(dataclasses.replace(MODEL, attention=attention, num_layers=num_layers))
+    changes: dict[str, Any] = {"attention": attention, "num_layers": num_layers, "nsa": pattern}
+    model = LanguageModel(dataclasses.replace(MODEL, **changes))
     if policy:
         checkpoint_activations(model, POLICIES[policy])
     return NextTokenLoss(model)
@@ -100,9 +103,10 @@ def test_compiled_as_one_graph(attention, policy):
     steps of which statistics are taken and steps of which none are.
     """
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    quick = dataclasses.replace(PATTERN, scores="token_max", branches=("slc", "win"))
     found, rows = [], []
     for name, compiled in (("", lambda loss: loss), (policy, compiler)):
-        loss = make_loss(attention, name, num_layers=1)
+        loss = make_loss(attention, name, 1, quick)
         layers, step = LayerStatistics(loss.model), compiled(loss)
         found.append(gradients(step))
         for _ in range(2):

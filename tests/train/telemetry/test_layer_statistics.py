@@ -18,6 +18,7 @@ from nsa.module import GateLinear, NativeSparseAttention
 from nsa.train.telemetry.layer_statistics import LayerStatistics
 from nsa.train.telemetry.metrics import read_metrics
 from tests.train.cases import MODEL, PATTERN, make_trainer, tiny_config
+from tests.train.runs.test_inspection import model_of
 
 SIZE = PATTERN.block_size
 LENGTHS = (0, 70, 1, 25)
@@ -67,15 +68,6 @@ def slow_count(gates: Tensor, blocks: Tensor | None, columns: list[int]) -> dict
         "selected_max_tokens": max(full),
         "selected_reference_calls": 1,
     }
-
-
-def model_of(**changes: Any) -> LanguageModel:
-    torch.manual_seed(1)
-    pattern = dataclasses.replace(PATTERN, **changes)
-    model = LanguageModel(dataclasses.replace(MODEL, num_layers=2, nsa=pattern))
-    for parameter in model.parameters():  # larger than at the start, so that selections differ
-        torch.nn.init.normal_(parameter, std=0.3) if parameter.requires_grad else None
-    return model
 
 
 @pytest.mark.parametrize(
