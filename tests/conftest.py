@@ -32,7 +32,7 @@ gc.disable()
 
 
 @pytest.fixture(autouse=True)
-def forget_plans() -> None:
+def forget_plans():
     """A test may change what launchers' plans are made of, such as sizes of tiles."""
     plan = sys.modules.get("nsa.ops._plan")
     for plans in [] if plan is None else plan.PLANS:

@@ -178,7 +178,7 @@ def gradients(module: nn.Module, out: Tensor, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["q_proj", "k_cmp_proj", "v_win_proj", "o_proj", "gate.net"])
 @pytest.mark.parametrize("attached", ATTACHED)
-def test_a_module_with_something_attached_is_called(name: str, attached: str) -> None:
+def test_a_module_with_something_attached_is_called(name, attached):
     """Output and gradients equal those of the layer written plainly, and differ from before."""
     if name == "gate.net" and attached in ("adapter", "bias", "int8"):
         pytest.skip("for an nn.Linear without bias")
@@ -199,7 +199,7 @@ def test_a_module_with_something_attached_is_called(name: str, attached: str) ->
 
 
 @pytest.mark.parametrize("share_kv", [False, True])
-def test_hooks_see_inputs_and_outputs(share_kv: bool) -> None:
+def test_hooks_see_inputs_and_outputs(share_kv):
     """As activation debuggers and torchinfo's summary use them; removed hooks leave nothing."""
     module, x = layer(share_kv=share_kv), torch.randn(2, 40, WIDTH, dtype=torch.float64)
     plain, seen = module(x), dict[str, Tensor]()
@@ -220,7 +220,7 @@ def test_hooks_see_inputs_and_outputs(share_kv: bool) -> None:
     assert not seen
 
 
-def test_a_functional_call_uses_the_given_parameters() -> None:
+def test_a_functional_call_uses_the_given_parameters():
     module, x = layer(), torch.randn(40, WIDTH, dtype=torch.float64)
     other = {name: value * 1.1 for name, value in module.named_parameters()}
     expected = copy.deepcopy(module)
@@ -234,7 +234,7 @@ def test_function_transforms() -> None:
     module, x = layer(phi="mlp"), torch.randn(2, 40, WIDTH, dtype=torch.float64)
     given = {name: value.detach() for name, value in module.named_parameters()}
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    def loss(parameters, x):
         return functional_call(module, parameters, (x,)).sin().sum()
 
     found = vmap(grad(loss), in_dims=(None, 0))(given, x)
@@ -250,7 +250,7 @@ def test_function_transforms() -> None:
 
 
 @pytest.mark.parametrize("attached", ["adapter", "forward hook"])
-def test_attached_modules_compile(attached: str) -> None:
+def test_attached_modules_compile(attached):
     """Before and after: the plain layer's code is not used for the changed one."""
     module, x = layer(share_kv=True), torch.randn(40, WIDTH, dtype=torch.float64)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
@@ -295,7 +295,7 @@ def check_decoder(model: LanguageModel, decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("name", [*PARTS, "embedding", "norm", "layers.0.mlp_norm"])
 @pytest.mark.parametrize("attached", ["adapter", "forward hook", "pruned"])
-def test_decoding_calls_attached_modules(name: str, attached: str) -> None:
+def test_decoding_calls_attached_modules(name, attached):
     model = language_model()
     decoder = Decoder(model, 2, max_tokens=80)
     check_decoder(model, decoder)
@@ -310,7 +310,7 @@ def test_decoding_calls_attached_modules(name: str, attached: str) -> None:
     check_decoder(model, decoder)
 
 
-def test_layers_of_dense_attention_call_attached_modules() -> None:
+def test_layers_of_dense_attention_call_attached_modules():
     torch.manual_seed(0)
     module = DenseAttention(WIDTH, small()).double()
     x = torch.randn(30, WIDTH, dtype=torch.float64)

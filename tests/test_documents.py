@@ -22,7 +22,7 @@ def fences(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_links_resolve() -> None:
+def test_links_resolve():
     broken = []
     for path in MARKDOWN:
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -45,13 +45,13 @@ def run_program(page: str) -> tuple[dict[str, Any], str]:
     return found, out.getvalue()
 
 
-def test_readme_example_runs() -> None:
+def test_readme_example_runs():
     found, _ = run_program("README.md")
     assert found["y"].shape == (2, 1024, 256)
     torch.testing.assert_close(found["step"], found["y"][:, 1000:1001], rtol=1e-4, atol=1e-6)
 
 
-def test_packed_and_padded_example_runs() -> None:
+def test_packed_and_padded_example_runs():
     found, _ = run_program("docs/use.md")  # its second program loads an export: tests/hf
     attention, x = found["attention"], found["x"]
     alone = attention(x.flatten(0, 1)[300:][None])[0]
@@ -60,7 +60,7 @@ def test_packed_and_padded_example_runs() -> None:
     torch.testing.assert_close(found["padded"][:1, :700], alone, rtol=1e-4, atol=1e-6)
 
 
-def test_the_program_of_one_query_prints_what_page_and_picture_show() -> None:
+def test_the_program_of_one_query_prints_what_page_and_picture_show():
     _, printed = run_program("docs/one-query.md")
     assert [printed] == fences("docs/one-query.md", "text")
     (blocks,) = re.findall(r"selected blocks: (.*)", printed)
@@ -74,7 +74,7 @@ TOP = {"nsa", "benchmarks", "docs", "examples", "tests", "tools", "requirements"
 
 
 @pytest.mark.parametrize("page", TREES)
-def test_tree_of_a_page_is_that_on_disk(page: str) -> None:
+def test_tree_of_a_page_is_that_on_disk(page):
     listed, above = set[str](), list[str]()
     for line in (line for fence in fences(page, "text") for line in fence.splitlines()):
         if found := re.match(r"((?:  )*)([\w/]+/)(?:\s|$)", line):

@@ -6,7 +6,6 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image
 
@@ -17,7 +16,7 @@ from nsa import NSACache, cli
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_nanogpt_learns_and_generates(tmp_path: Path) -> None:
+def test_nanogpt_learns_and_generates(tmp_path):
     path = str(tmp_path / "nanogpt.pt")
     assert nanogpt.main(steps=15, path=path) < 4.5  # ln 256 is 5.5
     text = generate.main(path, num_tokens=5)
@@ -29,16 +28,14 @@ def test_nanogpt_learns_and_generates(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_llama_is_dense_up_to_the_selected_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_is_dense_up_to_the_selected_tokens(capsys):
     from examples import llama  # transformers takes seconds to import
 
     llama.main()
     assert capsys.readouterr().out == "equal for the first 128 of 256 tokens\n"
 
 
-def test_training_on_own_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_on_own_text(tmp_path, monkeypatch, capsys):
     """The commands that the shell would start run in this process."""
     monkeypatch.chdir(tmp_path)
     Path("letters.txt").write_text("The sea was calm and the letter was long. " * 200)
@@ -60,12 +57,12 @@ def test_training_on_own_text(
     assert "\nThe " in said
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_is_run_here():
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert names == {"nanogpt.py", "generate.py", "llama.py", "own_text.sh"}
 
 
-def test_chart_shows_the_committed_rows(tmp_path: Path) -> None:
+def test_chart_shows_the_committed_rows(tmp_path):
     """The committed picture holds its numbers; drawing them again stores the same ones."""
     points = json.loads(json.dumps(speedup_chart.speed_ups()))
     assert points["fwd_bwd"]["65536"] > points["fwd"]["65536"] > 2

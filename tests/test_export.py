@@ -58,11 +58,11 @@ def check_program(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_layer(pattern: str) -> None:
+def test_a_layer(pattern):
     torch.manual_seed(0)
     layer = NativeSparseAttention(32, small(**PATTERNS[pattern])).double()
 
-    def make(batch: int, length: int) -> dict[str, Tensor]:
+    def make(batch, length):
         return {
             "x": torch.sin(torch.arange(batch * length * 32.0).double()).view(batch, length, 32)
         }
@@ -71,15 +71,15 @@ def test_a_layer(pattern: str) -> None:
     check_program(layer, make, 5 if is_last else 70, strict=is_last)
 
 
-def test_a_language_model_of_dense_attention() -> None:
+def test_a_language_model_of_dense_attention():
     model = tiny(attention="dense", num_layers=1)
     check_program(model.lm, lambda *shape: {"tokens": tokens(*shape)}, 70, strict=False)
 
 
-def test_a_padded_batch_of_transformers() -> None:
+def test_a_padded_batch_of_transformers():
     """Of a language model with sparse attention."""
 
-    def make(batch: int, length: int) -> dict[str, Tensor]:
+    def make(batch, length):
         mask = torch.ones(batch, length, dtype=torch.int64)
         mask[0, : length // 3] = 0
         return {"input_ids": tokens(batch, length), "attention_mask": mask}

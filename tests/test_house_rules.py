@@ -222,7 +222,7 @@ def test_version_is_one():
 def test_dependencies_are_what_the_library_imports():
     optional = PROJECT["optional-dependencies"]
 
-    def packages(texts: list[str]) -> set[str]:
+    def packages(texts):
         own = packages(optional["train"]) if "nsa[train]" in texts else set()
         named = (re.split(r"[=<>;]", text)[0].lower() for text in texts)
         return own | {name for name in named if not name.startswith("nsa[")}

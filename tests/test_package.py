@@ -85,7 +85,7 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     command = [sys.executable, "-m", "pip", "wheel", *options, "."]
@@ -95,12 +95,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def core(wheel, tmp_path_factory):
     return Installed(tmp_path_factory.mktemp("core") / "env", wheel, needed(*extras.CORE))
 
 
 @pytest.fixture(scope="module")
-def train(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def train(wheel, tmp_path_factory):
     return Installed(
         tmp_path_factory.mktemp("train") / "env",
         wheel,

@@ -70,7 +70,7 @@ def test_the_function_takes_sequences():
     x = make_inputs(config, [LENGTH] * len(ROWS), dtype=torch.float64)
     inputs = {name: y.unflatten(0, (len(ROWS), LENGTH)) for name, y in named_tensors(x).items()}
 
-    def attend(inputs: dict[str, Tensor], **given: Any) -> Tensor:
+    def attend(inputs, **given):
         names: Any = {**inputs, **given}
         return native_sparse_attention(**names, phi=None, config=config, rope=rope)
 

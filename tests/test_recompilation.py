@@ -8,7 +8,7 @@ The trainer has a test of its own,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ Attend = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_kernels(monkeypatch):
     monkeypatch.setattr(
         KernelInterface, "__getitem__", lambda self, grid: lambda *args, **kwargs: None
     )
@@ -77,7 +77,7 @@ def compiled(attend: Attend) -> Attend:
 
 
 @pytest.mark.parametrize("attend", [of_function, of_module])
-def test_packed(attend: Attend) -> None:
+def test_packed(attend):
     for number, lengths in enumerate(PACKED):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
             cu_seqlens = packed_offsets(lengths)
@@ -85,13 +85,13 @@ def test_packed(attend: Attend) -> None:
 
 
 @pytest.mark.parametrize("attend", [pytest.param(of_function, marks=pytest.mark.faults), of_module])
-def test_dense(attend: Attend) -> None:
+def test_dense(attend):
     for number, shape in enumerate(DENSE):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
             attend(*shape).sum().backward()
 
 
-def test_one_sequence_without_offsets() -> None:
+def test_one_sequence_without_offsets():
     for number, length in enumerate((32, 48, 17, 65, 200, 9)):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
             of_module(length).sum().backward()

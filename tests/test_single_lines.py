@@ -17,7 +17,7 @@ from tests.ops.cases import small
 PATTERN = small(value_dim=16)
 
 
-def test_every_layer_has_its_own_rows_of_the_table() -> None:
+def test_every_layer_has_its_own_rows_of_the_table():
     """The outputs of the second layer change with its row, and not with that of the first."""
     tokens = torch.arange(200) % 90
     config = LMConfig(vocab_size=90, width=32, num_layers=2)
@@ -40,7 +40,7 @@ def test_every_layer_has_its_own_rows_of_the_table() -> None:
         assert not torch.equal(a, b)
 
 
-def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
+def test_a_tied_head_starts_small_whatever_init_std_says():
     """The last hidden state is close to the token's own embedding, whose logit must start small."""
     torch.manual_seed(0)
     config = LMConfig(vocab_size=500, width=64, num_layers=1, nsa=PATTERN, init_std=0.5)
@@ -53,7 +53,7 @@ def test_a_tied_head_starts_small_whatever_init_std_says() -> None:
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
+def test_gates_of_bf16_logits_are_fp32(gate):
     torch.manual_seed(0)
     layer = NativeSparseAttention(64, small(value_dim=16, gate=gate))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -65,7 +65,7 @@ def test_gates_of_bf16_logits_are_fp32(gate: str) -> None:
 
 
 @pytest.mark.parametrize("zeros", ["query", "key"])
-def test_a_row_of_zeros_is_scored_in_fp8(zeros: str) -> None:
+def test_a_row_of_zeros_is_scored_in_fp8(zeros):
     """Its largest magnitude is no scale to divide by."""
     torch.manual_seed(0)
     q, k_cmp, lse = torch.randn(256, 4, 16), torch.randn(63, 2, 16), torch.full((256, 4), 4.0)

@@ -73,7 +73,7 @@ print(json.dumps({"absent": absent, "gradient": gradient, "triton": triton, "sai
 """
 
 
-def test_windows(tmp_path: Path) -> None:
+def test_windows(tmp_path):
     config, run = str(write_config(tmp_path)), str(tmp_path / "run")
     refused = [
         ["train", config, "--run-dir", run],

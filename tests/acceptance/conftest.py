@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.train.environment import code_version
-from tests.acceptance.cases import Case, Setting
+from tests.acceptance.cases import Setting
 from tests.acceptance.programs import last_lines, say
 from tests.acceptance.rows import QUICK, Row, append_row, table
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def commit(request: pytest.FixtureRequest) -> str:
+def commit(request):
     """Commit of the code, with ``+changes`` if files of the package differ from it."""
     # Programs run in their own sessions: without this handler they would survive SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -36,7 +36,7 @@ def commit(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def setting(request: pytest.FixtureRequest, case: Case, commit: str) -> Setting:
+def setting(request, case, commit):
     """Setting of the case on this machine; skipped if the case needs more GPUs."""
     number, option = torch.cuda.device_count(), request.config.getoption
     if case.num_gpus > number:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.acceptance.cases import CASES, Case, Setting
+from tests.acceptance.cases import CASES, Case
 
 
 def marked(case: Case):
@@ -16,6 +16,6 @@ def marked(case: Case):
 @pytest.mark.acceptance
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
-def test_case(case: Case, setting: Setting):
+def test_case(case, setting):
     if faults := setting.faults():
         pytest.fail("; ".join(faults), pytrace=False)

@@ -13,8 +13,8 @@ from triton.errors import TritonError
 
 from nsa import cli
 from nsa.bench import attention, clock, consumers
-from nsa.bench.attention import PROVIDERS, Provider, Work, own_kernels, parse_variant
-from nsa.bench.cases import CASES, Problem
+from nsa.bench.attention import PROVIDERS, Provider, own_kernels, parse_variant
+from nsa.bench.cases import CASES
 from nsa.bench.consumers import CONSUMERS
 from nsa.bench.rows import Row, read_rows
 
@@ -22,7 +22,7 @@ TINY = "--shape 2x1x16x16 --seqs 128 --tokens 256 --dtype float32"
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     monkeypatch.setattr(clock, "BUDGET_MS", 1.0)
 
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path, words: str, command: str = "attention") -> tuple[int, li
 REFERENCE = "--provider reference"
 
 
-def test_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "approximates", lambda config: True)
     code, rows = run(tmp_path, f"{REFERENCE} --choice shared16,random")
     assert code == 0
@@ -54,7 +54,7 @@ def test_rows_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.recall == (1.0 if row.case == "attention.choice" else None)
 
 
-def test_rows_of_recorded_selections(tmp_path: Path) -> None:
+def test_rows_of_recorded_selections(tmp_path):
     """Of a layer whose queries read the first block and their own."""
     own = np.arange(128, dtype=np.int32) // 64
     blocks = np.full((1, 16, 128), -1, np.int32)
@@ -69,7 +69,7 @@ def test_rows_of_recorded_selections(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_ways_to_consume_a_selection(tmp_path: Path) -> None:
+def test_ways_to_consume_a_selection(tmp_path):
     code, rows = run(tmp_path, "--choice shared4", "consumers")
     assert code == 0
     each = [(consumer.name, mode) for consumer in CONSUMERS for mode in ("fwd", "fwd_bwd")]
@@ -85,9 +85,7 @@ def test_ways_to_consume_a_selection(tmp_path: Path) -> None:
         assert list(row.stages_ms or ()) == ["make", "attention"]
 
 
-def test_a_wrong_consumer_gets_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_consumer_gets_no_time(tmp_path, monkeypatch, capsys):
     gather = CONSUMERS[-1]
     assert gather.consume is not None
     make, attend = gather.consume
@@ -97,12 +95,10 @@ def test_a_wrong_consumer_gets_no_time(
     assert capsys.readouterr().out.count("WRONG: attention.selected out: error") == 2
 
 
-def test_a_wrong_result_gets_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch, capsys):
     right = Provider.work
 
-    def work(self: Provider, problem: Problem, mode: str) -> Work:
+    def work(self, problem, mode):
         made, off = right(self, problem, mode), 1.01 if "window" in problem.case.name else 1.0
         return replace(made, forward=lambda: off * made.forward())
 
@@ -116,9 +112,7 @@ def test_a_wrong_result_gets_no_time(
     assert "WRONG: attention.window out: error" in capsys.readouterr().out
 
 
-def test_a_provider_whose_kernel_did_not_run_gets_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_whose_kernel_did_not_run_gets_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(Provider, "fault", lambda self, kernels, **_: f"only {kernels} ran")
     monkeypatch.setattr(clock, "profiled", lambda call, device: {"kernels": ["sgemm"]})
     code, rows = run(tmp_path, f"{REFERENCE} --case attention.window")
@@ -165,7 +159,7 @@ def test_what_does_not_run_says_why_unless_it_is_a_bug(
         assert (code, [row.note for row in rows]) == (0, [why] * 2)
 
 
-def test_variants() -> None:
+def test_variants():
     found = parse_variant("a-1:window_size=256,branches=[cmp, win],phi=mean")
     pattern = {"window_size": 256, "branches": ["cmp", "win"], "phi": "mean"}
     assert (found.name, found.variant) == ("a-1", pattern)
@@ -198,12 +192,12 @@ KNOWN = "nsa, dense-cudnn, dense-fa2, flex, reference"
     ],
 )
 def test_a_mistake_ends_in_one_line(
-    words: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+    words,
+    why,
+    monkeypatch,
+    capsys,
+    tmp_path,
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(attention, "kernels_run_on_cpu", lambda: False)
     monkeypatch.chdir(tmp_path)
@@ -246,7 +240,7 @@ def test_the_kernels_of_a_provider_must_have_run(
     assert found is None if fault is None else fault in str(found)
 
 
-def test_own_kernels_are_found() -> None:
+def test_own_kernels_are_found():
     assert "softmax_step" not in own_kernels()
     for part in {part for case in CASES.values() for parts in case.kernels for part in parts}:
         assert any(part in name for name in own_kernels())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def point(choice: str, seq_len: int = 1024, batch: int = 2, shape: str = "6x2x16
     return Point(shape, parse_shape(shape), seq_len, batch, choice, torch.float32, CPU)
 
 
-def test_shapes() -> None:
+def test_shapes():
     for text, heads in (("12x3x64x32", (12, 3, 64, 32)), ("paper", (64, 4, 192, 128))):
         config = parse_shape(text)
         found = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
@@ -53,7 +52,7 @@ def test_shapes() -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_inputs_are_independent_unless_a_selection_is_shared(choice: str) -> None:
+def test_inputs_are_independent_unless_a_selection_is_shared(choice):
     group = CHOICES[choice]
     x = make_tensors(point(choice))
     assert (x["q"].shape, x["dout"].shape) == ((2, 1024, 6, 16), (2, 1024, 6, 32))
@@ -71,7 +70,7 @@ def shared(block_indices: Tensor, group: int) -> float:
 
 
 @pytest.mark.parametrize("choice", ["shared4", "shared16"])
-def test_shared_selections_are_really_shared(choice: str) -> None:
+def test_shared_selections_are_really_shared(choice):
     for asked, low, high in ((choice, 0.98, 1.0), ("random", 0.0, 0.8)):
         at = point(asked, seq_len=2048, batch=1, shape="4x1x64x64")
         x = prepare(CASES["attention.choice"], make_tensors(at), at, "reference").tensors
@@ -82,7 +81,7 @@ def test_shared_selections_are_really_shared(choice: str) -> None:
 
 @pytest.mark.parametrize("choice", sorted(CHOICES))
 @pytest.mark.parametrize("seq_len", [96, 1500])
-def test_random_selections_are_legal(choice: str, seq_len: int) -> None:
+def test_random_selections_are_legal(choice, seq_len):
     at = point(choice, seq_len)
     config = replace(at.config, num_selected_blocks=6)
     at = replace(at, config=config)
@@ -101,7 +100,7 @@ def test_random_selections_are_legal(choice: str, seq_len: int) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [7, 8, 65, 200])
-def test_pairs_are_those_that_the_reference_sees(seq_len: int) -> None:
+def test_pairs_are_those_that_the_reference_sees(seq_len):
     at = Point("small", SMALL, seq_len, 3, "random", torch.float32, CPU)
     config = at.config
     q = torch.zeros(1, seq_len, config.num_heads, config.head_dim)
@@ -144,16 +143,14 @@ COMBINE = dict.fromkeys(("out_cmp", "out_slc", "out_win", "gates", "dout"), 8)
     ("case", "sizes", "forward", "both"),
     [("compress", COMPRESS, 26, 52), ("combine", COMBINE, 8 * 5, 8 * (5 + 1 + 4 + 4))],
 )
-def test_moved_bytes_count_each_tensor_as_often_as_it_must_move(
-    case: str, sizes: dict[str, int], forward: int, both: int
-) -> None:
+def test_moved_bytes_count_each_tensor_as_often_as_it_must_move(case, sizes, forward, both):
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
     problem = Problem(CASES[f"attention.{case}"], point("random"), tensors)
     assert useful_work(problem, "fwd") == {"bytes": 4 * forward}
     assert useful_work(problem, "fwd_bwd") == {"bytes": 4 * both}
 
 
-def test_recorded_selections(tmp_path: Path) -> None:
+def test_recorded_selections(tmp_path):
     """Sequences take turns with the layers; other heads and too few tokens are refused."""
     at = point("recorded", seq_len=1600, batch=3, shape="4x2x16x16")  # of 25 blocks, 16 selected
     ids = [random_selection(replace(at, batch=1, seq_len=n, choice="random")) for n in (1700, 1700)]

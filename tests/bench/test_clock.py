@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from nsa.bench.clock import peak_mib, percentiles, profiled, short_name, time_ca
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_percentiles_are_of_one_call() -> None:
+def test_percentiles_are_of_one_call():
     samples = [float(sample) for sample in (50, 10, 30, 20, 40, 60, 70, 80, 100, 90, 110)]
     timing = percentiles(samples, 10, "cuda graph")
     assert timing == (6.0, 3.0, 9.0, 11, "cuda graph")
 
 
-def test_the_cpu_is_timed_by_the_clock() -> None:
+def test_the_cpu_is_timed_by_the_clock():
     calls = []
     timing = time_call(lambda: calls.append(1), CPU, budget_ms=0.0)
     assert (timing.timing, timing.samples, len(calls)) == ("cpu", 3, 5)  # two to warm up
@@ -58,17 +57,17 @@ LAUNCHES = "launches: no graph, operation not permitted when stream is capturing
     ],
 )
 def test_a_gpu_is_timed_by_replays_of_a_graph(
-    ms: float,
-    refused: list[Exception],
-    method: str,
-    calls: int,
-    samples: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    ms,
+    refused,
+    method,
+    calls,
+    samples,
+    monkeypatch,
+):
     """A call gives its time."""
     errors, asked = iter(refused), list[int]()
 
-    def capture(call: Any, calls: int) -> Any:
+    def capture(call, calls):
         if error := next(errors, None):
             raise error
         asked.append(calls)
@@ -82,8 +81,8 @@ def test_a_gpu_is_timed_by_replays_of_a_graph(
     assert timing.ms_p50 == pytest.approx(ms)
 
 
-def test_kernels_are_what_the_profiler_saw_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(name: str, us: float, kind: str = "CUDA") -> SimpleNamespace:
+def test_kernels_are_what_the_profiler_saw_on_the_gpu(monkeypatch):
+    def event(name, us, kind="CUDA"):
         time = SimpleNamespace(elapsed_us=lambda: us)
         return SimpleNamespace(name=name, device_type=SimpleNamespace(name=kind), time_range=time)
 
@@ -100,7 +99,7 @@ def test_kernels_are_what_the_profiler_saw_on_the_gpu(monkeypatch: pytest.Monkey
     assert len(calls) == 2  # once before, so that nothing compiles or allocates under the profiler
 
 
-def test_peak_memory_is_counted_from_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_counted_from_what_was_there(monkeypatch):
     used = {"now": 3 * 2**20, "peak": 50 * 2**20}
     for name, value in {
         "empty_cache": lambda: None,

@@ -13,7 +13,7 @@ from nsa.bench.cases import Point
 from nsa.bench.clock import Subject, Timing, verdict
 from nsa.bench.decode import CASES, POINTS, bench_decode
 from nsa.bench.report import Results
-from nsa.bench.rows import DENSE_DECODE, Row, index_rows, of_dense, targets
+from nsa.bench.rows import DENSE_DECODE, index_rows, of_dense, targets
 from nsa.bench.train import model_of
 from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
@@ -29,12 +29,12 @@ TINY = TrainConfig(model=LMConfig(50, 32, 3, "nsa", PATTERN, mlp_hidden_size=64)
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(monkeypatch):
     """Runs the benchmark: exit code and rows."""
     monkeypatch.setattr(clock, "BUDGET_MS", 1.0)
     decode.check_decoder.cache_clear()
 
-    def run(**given: Any) -> tuple[int, list[Row]]:
+    def run(**given):
         results = Results(None, CPU)
         usual: dict[str, Any] = {"points": ((200, 1), (140, 2))}
         bench_decode(results, "small", HEADS, TINY, "tiny", **{**usual, **given})
@@ -44,7 +44,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     decode.check_decoder.cache_clear()
 
 
-def test_rows_of_a_run(bench: Any) -> None:
+def test_rows_of_a_run(bench):
     code, rows = bench()
     assert code == 0
     points = [(200, 1), (140, 2)]
@@ -62,12 +62,12 @@ def test_rows_of_a_run(bench: Any) -> None:
         assert (row.launches, row.mib_read, row.kernels) == (None, None, [])  # of a GPU
 
 
-def test_the_fastest_dense_attention_counts(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_dense_attention_counts(bench, monkeypatch):
     """Providers take these ms and read 3 MB."""
     times = {name: 0.01 + 0.001 * i for i, name in enumerate(DENSE_DECODE[::-1])}
     times["nsa"] = 0.002
 
-    def step(provider: str, point: Point) -> Subject:
+    def step(provider, point):
         ms = times[provider]
         work = {"tokens": point.batch, "read": 3_000_000}
         timing = Timing(ms, ms, ms, 1, "faked")
@@ -85,7 +85,7 @@ def test_the_fastest_dense_attention_counts(bench: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("provider", ["dense-fa2", "dense-fa2-folded"])
-def test_dense_attention_passes_the_gate(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_passes_the_gate(provider, monkeypatch):
     monkeypatch.setattr(decode, "kernels_run_on_cpu", lambda: True)
     point = Point("small", HEADS, 300, 3, "random", torch.bfloat16, CPU)
     subject = decode.attention_step(provider, point)
@@ -98,7 +98,7 @@ def test_dense_attention_passes_the_gate(provider: str, monkeypatch: pytest.Monk
     assert subject.fault([]) == "no kernel with flash_fwd in its name ran, or too few"
     static = decode._static
 
-    def wrong(*given: Any) -> Any:
+    def wrong(*given):
         call, *others = static(*given)
         return lambda: call() * 1.05, *others
 
@@ -106,12 +106,10 @@ def test_dense_attention_passes_the_gate(provider: str, monkeypatch: pytest.Monk
     assert not decode.attention_step(provider, point).check()["correct"]
 
 
-def test_a_wrong_step_gets_no_time(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_step_gets_no_time(bench, monkeypatch, capsys):
     cached = decode._cached
 
-    def rolled(point: Point, *given: Any) -> Any:
+    def rolled(point, *given):
         call, *others = cached(point, *given)
         return (lambda: call().roll(1, 0)) if point.batch > 1 else call, *others
 
@@ -126,13 +124,13 @@ def test_a_wrong_step_gets_no_time(
     assert said.count("WRONG: logits: error") == 4
 
 
-def test_what_cannot_run_here_says_why(bench: Any) -> None:
+def test_what_cannot_run_here_says_why(bench):
     names = ["nsa", "dense-cudnn", "dense-flex"]
     code, rows = bench(cases=[ATTENTION], providers=names)
     assert (code, {row.note for row in rows}) == (0, {"not run: it needs a CUDA GPU"})
 
 
-def test_the_points_are_those_of_the_targets() -> None:
+def test_the_points_are_those_of_the_targets():
     wheres = [target["where"] for target in targets()["targets"]]
     found = {
         (where["case"], where["seq_len"], where["batch"])
@@ -147,16 +145,16 @@ def test_the_points_are_those_of_the_targets() -> None:
     "words",
     ["", *(f"--points {x}" for x in ("12x", "2048,0x1", "2048,", "100"))],
 )
-def test_points_that_are_none(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_are_none(words, monkeypatch):
     """Without points the machine must have a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "decode", *words.split()]) == 2
 
 
-def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points(monkeypatch):
     asked = dict[str, Any]()
 
-    def noted(results: Results, *names: Any, **given: Any) -> None:
+    def noted(results, *names, **given):
         asked.update(given, names=(names[0], names[3]))
 
     monkeypatch.setattr(decode, "bench_decode", noted)
@@ -165,7 +163,7 @@ def test_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked["names"], asked["cases"]) == (("wide", "seed"), [*CASES])
 
 
-def test_generate_of_transformers(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_of_transformers(bench, monkeypatch):
     """A model of this library and a Llama of as many parameters; steps that are wrong."""
     monkeypatch.setattr(decode, "MAX_SAMPLES", 12)
     given: dict[str, Any] = {"cases": [MODEL], "providers": ["hf", "transformers"]}

@@ -26,7 +26,7 @@ def number(cell: str) -> float:
     return float(cell.split()[0].replace(",", ""))
 
 
-def test_speeds_of_training_are_those_of_rows() -> None:
+def test_speeds_of_training_are_those_of_rows():
     rows = read_rows([RESULTS / "h200-train.jsonl"])
     known = {round(row.tokens_per_s) for row in rows if row.tokens_per_s is not None}
     known |= {round(target["target"]) for target in targets()["targets"]}
@@ -38,7 +38,7 @@ def test_speeds_of_training_are_those_of_rows() -> None:
     assert shown <= known
 
 
-def test_steps_of_several_gpus_are_those_of_rows() -> None:
+def test_steps_of_several_gpus_are_those_of_rows():
     lines = (ROOT / "benchmarks/scaling/h200.jsonl").read_text(encoding="utf-8").splitlines()
     known = {(row["processes"], f"{row['step_ms']:.1f}") for row in map(json.loads, lines)}
     shown = {(int(row[0]), row[3]) for row in table("docs/reports/throughput.md", "Several GPUs")}
@@ -46,7 +46,7 @@ def test_steps_of_several_gpus_are_those_of_rows() -> None:
     assert shown <= known
 
 
-def test_times_of_the_readme_are_those_of_rows() -> None:
+def test_times_of_the_readme_are_those_of_rows():
     known: dict[tuple[int, str], float] = {
         (row.seq_len, row.mode): row.ms_p50
         for row in read_rows(speedup_chart.ROWS)
@@ -70,7 +70,7 @@ def learned(experiment: str, model: str) -> str:
     return f"{sum(row['test_bits_per_byte'] for row in rows) / len(rows):.3f}"
 
 
-def test_facts_of_the_first_screen_are_those_of_rows() -> None:
+def test_facts_of_the_first_screen_are_those_of_rows():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     shared, dense = learned("muon", "shared"), learned("muon", "dense")
     assert f"`78m-shared` has {shared} bits per byte of unseen books, dense {dense} " in page
@@ -87,7 +87,7 @@ def test_facts_of_the_first_screen_are_those_of_rows() -> None:
     assert f"{chart[8_192]:.2f}x as fast at 8,192 tokens and {chart[65_536]:.1f}x at 65,536" in page
 
 
-def test_table_of_models_is_that_of_rows() -> None:
+def test_table_of_models_is_that_of_rows():
     page = (ROOT / "docs/use.md").read_text(encoding="utf-8")
     for name, model in (("`78m-shared`", "shared"), ("`78m`", "nsa"), ("dense, equal", "dense")):
         (line,) = re.findall(rf"^\| {name}.*", page, re.MULTILINE)

@@ -55,7 +55,7 @@ def gradients(
         ("attention", UNCOMPRESSED, torch.float32),
     ],
 )
-def test_right_results_pass(name: str, config: NSAConfig, dtype: torch.dtype) -> None:
+def test_right_results_pass(name, config, dtype):
     gate, results = measured(name, dtype, config)
     verdict = gate.check(results, backend="reference")
     assert verdict["correct"], verdict["note"]
@@ -75,7 +75,7 @@ def altered(
     return str(verdict["note"])
 
 
-def test_a_result_that_nothing_is_compared_with_is_rejected() -> None:
+def test_a_result_that_nothing_is_compared_with_is_rejected():
     gate, results = measured("attention.window")
     verdict = gate.check({**results, "dk_slc": results["dk_win"]}, backend="reference")
     assert not verdict["correct"]
@@ -95,7 +95,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"attention.choice"}))
-def test_a_wrong_result_is_rejected(name: str, change: str) -> None:
+def test_a_wrong_result_is_rejected(name, change):
     results = [*CASES[name].outputs, *(f"d{leaf}" for leaf in CASES[name].inputs)]
     if name == "attention":  # takes long: each result has one change, each branch's had all
         results = results[[*CHANGES].index(change) :: 2]
@@ -103,7 +103,7 @@ def test_a_wrong_result_is_rejected(name: str, change: str) -> None:
         assert f"{which}:" in altered(name, which, CHANGES[change])
 
 
-def test_a_window_that_is_one_token_too_long_is_rejected() -> None:
+def test_a_window_that_is_one_token_too_long_is_rejected():
     gate, results = measured("attention.window")
     longer = replace(SMALL, window_size=33)
     names = ("q", "k_win", "v_win")
@@ -112,7 +112,7 @@ def test_a_window_that_is_one_token_too_long_is_rejected() -> None:
         assert not gate.check({**results, name: result}, backend="reference")["correct"]
 
 
-def test_a_branch_that_is_missing_is_rejected() -> None:
+def test_a_branch_that_is_missing_is_rejected():
     gate, results = measured("attention")
     config = replace(SMALL, branches=("cmp", "slc"))
     wrong = CASES["attention"].call(gate.problem.tensors, config, "reference")
@@ -120,11 +120,11 @@ def test_a_branch_that_is_missing_is_rejected() -> None:
     assert not gate.check({"out": wrong}, backend="reference")["correct"]
 
 
-def test_dense_attention_is_compared_with_dense_attention() -> None:
+def test_dense_attention_is_compared_with_dense_attention():
     gate, results = measured("attention")
 
-    def dense(is_causal: bool) -> Callable[..., Tensor]:
-        def attend(*leaves: Tensor) -> Tensor:
+    def dense(is_causal):
+        def attend(*leaves):
             q, k, v = (x.transpose(1, 2) for x in leaves)
             out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
             return out.transpose(1, 2)
@@ -176,13 +176,11 @@ WRONG = (
 
 @pytest.mark.parametrize("config", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
 @pytest.mark.parametrize(("change", "why"), WRONG)
-def test_a_wrong_selection_is_rejected(
-    change: Callable[[Tensor], Tensor], why: str, config: NSAConfig
-) -> None:
+def test_a_wrong_selection_is_rejected(change, why, config):
     assert why in altered("attention.choice", "out", change, config)
 
 
-def test_scores_of_another_kind_are_rejected() -> None:
+def test_scores_of_another_kind_are_rejected():
     for config, other in ((SMALL, BY_TOKEN), (BY_TOKEN, SMALL)):
         gate, _ = measured("attention.choice", config=config)
         verdict = gate.check(measured("attention.choice", config=other)[1], backend="reference")
@@ -190,7 +188,7 @@ def test_scores_of_another_kind_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
-def test_recall_counts_the_blocks_that_were_found(config: NSAConfig) -> None:
+def test_recall_counts_the_blocks_that_were_found(config):
     gate, results = measured("attention.choice", config=config)
     right = results["out"]
     assert gate.recall(right) == 1.0
@@ -200,7 +198,7 @@ def test_recall_counts_the_blocks_that_were_found(config: NSAConfig) -> None:
 
 
 @pytest.mark.parametrize("exact", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
-def test_an_approximation_is_compared_with_its_own_selection(exact: NSAConfig) -> None:
+def test_an_approximation_is_compared_with_its_own_selection(exact):
     """And finds a part of the exact one."""
     gate, results = measured("attention.choice", config=exact)
     config = replace(exact, score_precision="fp8")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa import extras
 from nsa.bench import host
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_calls(monkeypatch):
     monkeypatch.setattr(host, "CALLS", 3)
 
 
@@ -34,7 +33,7 @@ def bench(**changes: Any) -> tuple[int, list[Row]]:
     return results.finish(), results.rows
 
 
-def test_rows_of_a_run() -> None:
+def test_rows_of_a_run():
     code, rows = bench()
     assert code == 0
     found = [(row.provider, row.mode, row.seq_len) for row in rows]
@@ -48,10 +47,10 @@ def test_rows_of_a_run() -> None:
         assert all(0 < error < 0.1 for error in row.errors.values())
 
 
-def test_compiled_modes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_modes_are_compiled(monkeypatch):
     asked = list[Any]()
 
-    def compiled(subject: Any) -> Any:
+    def compiled(subject):
         asked.append(subject)
         return lambda *inputs: subject(*inputs)
 
@@ -61,11 +60,11 @@ def test_compiled_modes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.05, 1.0])
-def test_a_wrong_layer_gets_no_time(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_layer_gets_no_time(scale, monkeypatch):
     """A wrong output, or a wrong gradient alone."""
     forward = NativeSparseAttention.forward
 
-    def broken(self: Any, x: Tensor) -> Tensor:
+    def broken(self, x):
         if x.dtype != torch.float64:
             x = x.detach() + 0.9 * (x - x.detach())
         return forward(self, x) * (1.0 if x.dtype == torch.float64 else scale)
@@ -76,13 +75,13 @@ def test_a_wrong_layer_gets_no_time(scale: float, monkeypatch: pytest.MonkeyPatc
     assert [(row.correct, row.ms_p50) for row in rows] == [(False, None)] * 4
 
 
-def test_only_the_call_is_timed() -> None:
+def test_only_the_call_is_timed():
     """Device work and the reset between two calls are not timed."""
     timing = host.host_times(lambda: time.sleep(0.002), lambda: time.sleep(0.02), CPU)
     assert 2 <= timing.ms_p50 < 15
 
 
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers(monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     why = r"nsa bench host: not installed: transformers\. Install with: pip install"
     with pytest.raises(UsageError, match=why):

@@ -32,12 +32,12 @@ LATER: dict[str, Any] = {"run_id": "newer", "date": "2026-02-01T00:00:00+00:00"}
 
 
 # --- Rows
-def test_every_field_is_explained() -> None:
+def test_every_field_is_explained():
     page = (ROOT / "docs/benchmarks.md").read_text()
     assert not [field.name for field in fields(Row) if f"`{field.name}`" not in page]
 
 
-def test_committed_rows_are_read() -> None:
+def test_committed_rows_are_read():
     folders = ("results", "memory", "consumers", "switches")
     files = [file for name in folders for file in (ROOT / "benchmarks" / name).glob("*.jsonl")]
     assert len(read_rows(files)) > 300
@@ -46,14 +46,14 @@ def test_committed_rows_are_read() -> None:
 
 
 @pytest.mark.parametrize("correct", [False, None])
-def test_no_time_without_a_correct_result(correct: bool | None) -> None:
+def test_no_time_without_a_correct_result(correct):
     with pytest.raises(AssertionError, match="without a correct result"):
         make_row(correct=correct, note="wrong")
     with pytest.raises(AssertionError, match="says why"):
         make_row(**{**WRONG, "correct": correct, "note": None})
 
 
-def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_survive_the_file(tmp_path, capsys):
     path, made = tmp_path / "new" / "rows.jsonl", list[Row]()
     given = {name: SOUND[name] for name in SOUND if name not in origin(CPU)}
     for changes in ({"ms_p50": 1.23456789}, {**WRONG, "variant": {"lr": 1.23456789}}):
@@ -74,7 +74,7 @@ def test_rows_survive_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (json.dumps({**SOUND, "correct": False}), "a time without a correct result"),
     ],
 )
-def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, why: str) -> None:
+def test_a_line_that_is_no_row_is_named(tmp_path, line, why):
     path = write_rows(tmp_path / "rows.jsonl", [make_row()])
     path.write_text(path.read_text() + "\n" + line + "\n")
     with pytest.raises(UserError, match=r"rows\.jsonl:3: the line must be a row") as caught:
@@ -82,7 +82,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, why: str) -> 
     assert why in str(caught.value)
 
 
-def test_the_commit_is_git_s_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_git_s_or_the_given_one(monkeypatch):
     code: dict[str, Any] = {"commit": None, "dirty": None, "note": "no git"}
     monkeypatch.setattr(environment, "code_version", lambda: code)
     assert origin(CPU, "abc")["commit"] == "abc"
@@ -158,12 +158,12 @@ TWO = {"batch": 128, "tokens_per_s": 1.86e6, "num_gpus": 2, **H200}
         ),
     ],
 )
-def test_targets(rows: list[Row], shown: list[str]) -> None:
+def test_targets(rows, shown):
     assert said(*rows) == shown
 
 
 @pytest.mark.parametrize("other", [{"cuda_graphs": True}, {"compile": True}, {"parameters": 2}])
-def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str, Any]) -> None:
+def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other):
     settings = {"parameters": 1, "compile": False, "cuda_graphs": False, "checkpointing": "none"}
     two = training("buckets", 1.0, **TWO, settings={**settings, "bucket_mib": 10})
     one = training("nsa", 1.0, **{**TWO, "num_gpus": 1, "tokens_per_s": 1e6}, settings=settings)
@@ -174,20 +174,20 @@ def test_a_speed_is_divided_by_that_of_the_same_step_on_one_gpu(other: dict[str,
     assert of_one_gpu(two, index_rows([replace(one, commit="b")])) is None
 
 
-def test_the_file_of_targets_is_sound() -> None:
+def test_the_file_of_targets_is_sound():
     keys = [(target["unit"], *target["where"].items()) for target in targets()["targets"]]
     assert len(keys) == len(set(keys))
 
 
 # --- The report
-def test_table() -> None:
+def test_table():
     failed = make_row(**WHOLE, provider="narrow", **WRONG)
     *_, ours, reason = result_table([DENSE, OURS, failed]).splitlines()
     assert ours.endswith(" | 0.2 of dense-cudnn: target 0.21 pass |")
     assert reason.endswith(": attention, narrow, seed, random, S 65,536, fwd_bwd: dq is wrong")
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path, capsys):
     window = make_row(case="attention.window", **H200, ms_p50=0.5)
     selection = {"case": "attention.choice", "seq_len": 4096, **H200}
     masked: dict[str, Any] = {"settings": {"document_mask": True}, "changed": {"micro_batch": 32}}
@@ -211,7 +211,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in plots)
 
 
-def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
+def test_a_plot_over_length_shows_one_batch_in_order_of_length():
     points = ((65_536, 1), (2048, 32), (2048, 4))
     made = [make_row(seq_len=seq_len, batch=batch, ms_p50=seq_len) for seq_len, batch in points]
     shown = of_one_batch(made)
@@ -223,13 +223,13 @@ def test_a_plot_over_length_shows_one_batch_in_order_of_length() -> None:
     assert of_one_batch(steps) == steps[:1]
 
 
-def test_without_a_time_there_is_no_report(tmp_path: Path) -> None:
+def test_without_a_time_there_is_no_report(tmp_path):
     with pytest.raises(UserError, match="must contain at least one time"):
         write_report([make_row(**WRONG)], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_the_newest_row_of_a_kind_counts() -> None:
+def test_the_newest_row_of_a_kind_counts():
     old, new = make_row(), make_row(ms_p50=2.0, date=LATER["date"])
     wrong = make_row(**WRONG, date="2026-03-01T00:00:00+00:00")
     for order in ([old, new, wrong], [wrong, new, old]):
@@ -275,7 +275,7 @@ COUNTS = "2 ratios compared, {} worse by more than {}%, 0 without a baseline, 0 
 
 
 @pytest.mark.parametrize("made", [pair, steps, decoding])
-def test_ratios_and_not_times_are_compared(made: Any) -> None:
+def test_ratios_and_not_times_are_compared(made):
     lines, passed = guard(made(4.0, 8.0), made(2.0, 4.0), 0.05)  # a GPU of half the clock
     assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
     lines, passed = guard(made(2.11), made(2.0), 0.05)
@@ -300,7 +300,7 @@ def refused(rows: list[Row], baseline: list[Row]) -> bool:
     ],
     ids=str,
 )
-def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
+def test_only_the_same_kind_is_compared(other):
     of_row: dict[str, Any] = {"gpu": other["gpu"]} if "gpu" in other else {}
     settings = {**SETTINGS, **other}
     known = steps(2.0, settings={**SETTINGS, "document_mask": False})
@@ -311,7 +311,7 @@ def test_only_the_same_kind_is_compared(other: dict[str, Any]) -> None:
     assert (lines[-1], passed) == (COUNTS.format(0, 5), True)
 
 
-def test_what_the_guard_compares() -> None:
+def test_what_the_guard_compares():
     lines, passed = guard(pair(2.0, mib=100.0), pair(2.0), 0.05)  # memory, too
     assert verdicts(lines) == ["ok", "WORSE"]
     assert guard(pair(4.0), [*pair(4.0, **LATER), *pair(2.0)], 0.05)[1]  # the newest baseline
@@ -321,7 +321,7 @@ def test_what_the_guard_compares() -> None:
     assert "wrong: attention, nsa, seed, random, S 2,048, fwd: dq is wrong" in lines
 
 
-def test_the_guard_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guard_of_the_command(tmp_path, capsys):
     folder = tmp_path / "results"
     write_rows(folder / "old.jsonl", pair(2.0))
     new = str(write_rows(folder / "new.jsonl", pair(3.0)))

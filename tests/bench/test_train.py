@@ -53,7 +53,7 @@ def write_config(folder: Path, name: str = "tiny", **changes: Any) -> Path:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return write_config(tmp_path)
 
 
@@ -68,9 +68,7 @@ def run(path: Path, words: str = "") -> tuple[int, list[Row]]:
 NSA_STEPS = "--provider nsa --mode fwd_bwd"
 
 
-def test_sparse_and_dense_models_in_one_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sparse_and_dense_models_in_one_run(tmp_path, capsys):
     path = write_config(tmp_path, optim={"grad_clip": 0.5})
     code, rows = run(path, "--variant split:loss_chunk=32,optim.betas=[0.9,0.95]")
     assert code == 0
@@ -98,7 +96,7 @@ def test_sparse_and_dense_models_in_one_run(
     assert "time of dense" in capsys.readouterr().out
 
 
-def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
+def test_a_configuration_is_measured_as_it_is(tmp_path):
     """Whatever it says; the rows say what was changed, and not what the benchmark itself needs."""
     data = {"source": "folder", "path": str(write_text(tmp_path / "text")), "document_mask": False}
     odd: dict[str, Any] = {"seq_len": 32, "micro_batch": 1, "accumulation": 3, "global_batch": 3}
@@ -116,11 +114,11 @@ def test_a_configuration_is_measured_as_it_is(tmp_path: Path) -> None:
     assert (row.seq_len, row.batch) == (64, 4)
 
 
-def test_a_step_lasts_until_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_lasts_until_the_next_one(path, monkeypatch):
     """Steps under the profiler and before it are not timed."""
     train_step = Trainer.train_step
 
-    def uneven(self: Trainer, *args: Any) -> Any:
+    def uneven(self, *args):
         step = self.state.progress.step  # three are profiled
         time.sleep(1.0 if step < 5 else 3.0 if step == 7 else 0.1)
         return train_step(self, *args)
@@ -158,13 +156,13 @@ def too_large(hidden_states: Callable[..., Any]) -> Callable[..., Any]:
     ],
 )
 def test_a_wrong_model_gets_no_time(
-    kind: type,
-    method: str,
-    wrong: Callable[[Any], Any],
-    why: str,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind,
+    method,
+    wrong,
+    why,
+    path,
+    monkeypatch,
+):
     monkeypatch.setattr(kind, method, wrong(getattr(kind, method)))
     code, rows = run(path, "--provider nsa")
     assert code == 1
@@ -173,7 +171,7 @@ def test_a_wrong_model_gets_no_time(
     assert str(rows[0].note).startswith(why)
 
 
-def test_the_gate_of_a_deep_model(path: Path) -> None:
+def test_the_gate_of_a_deep_model(path):
     """Two layers of it, with what its policy drops computed again."""
     config = load_config(path)
     model, policy = replace(config.model, num_layers=6), CheckpointingConfig("range", 3, 5)
@@ -183,12 +181,10 @@ def test_the_gate_of_a_deep_model(path: Path) -> None:
     assert check_model(small, CPU)["correct"]
 
 
-def test_steps_that_are_not_finite_get_no_figure(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_not_finite_get_no_figure(path, monkeypatch):
     train_step = Trainer.train_step
 
-    def overflow(self: Trainer, *args: Any) -> Any:
+    def overflow(self, *args):
         return train_step(self, *args) * torch.tensor([torch.inf, 1, 1]) + torch.tensor([0, 0, 1])
 
     monkeypatch.setattr(Trainer, "train_step", overflow)
@@ -234,14 +230,14 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
     ],
 )
 def test_a_run_that_ends_early_says_why(
-    error: Exception,
-    code: int,
-    correct: bool | None,
-    why: str,
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def stop(*_: Any) -> Any:
+    error,
+    code,
+    correct,
+    why,
+    path,
+    monkeypatch,
+):
+    def stop(*_):
         raise error
 
     monkeypatch.setattr(train, "measure_steps", stop)
@@ -260,9 +256,7 @@ def test_a_run_that_ends_early_says_why(
         ("--world-size 2 --global-batch 4", "world_size must be 1 or 1, got 2. Start several"),
     ],
 )
-def test_bad_words_of_the_command(
-    path: Path, words: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_words_of_the_command(path, words, why, capsys):
     assert cli.main(["bench", "train", "--config", str(path), *words.split()]) == 2
     assert why in capsys.readouterr().err
 
@@ -279,7 +273,7 @@ def test_bad_words_of_the_command(
         ({"world_size": 4}, {"micro_batch": 1, "accumulation": 1, "world_size": 4}),
     ],
 )
-def test_the_batch_of_a_step(changes: dict[str, int], batch: dict[str, int]) -> None:
+def test_the_batch_of_a_step(changes, batch):
     config = load_config("78m")
     found = rebatch(config, **changes)
     changed = differences(config, found)
@@ -287,13 +281,13 @@ def test_the_batch_of_a_step(changes: dict[str, int], batch: dict[str, int]) -> 
     assert all(getattr(found, name) == size for name, size in batch.items())
 
 
-def test_a_batch_that_processes_cannot_divide() -> None:
+def test_a_batch_that_processes_cannot_divide():
     with pytest.raises(ValueError, match=r"multiple of the number of processes \(3\), got 4"):
         rebatch(load_config("78m"), world_size=3)
 
 
 @pytest.mark.parametrize("name", ["78m", "cpu-small"])
-def test_the_matched_model_has_as_many_parameters(name: str) -> None:
+def test_the_matched_model_has_as_many_parameters(name):
     model = load_config(name).model
     matched = dense_of_equal_size(model)
     assert matched == replace(model, attention="dense", mlp_hidden_size=matched.mlp_hidden_size)
@@ -304,7 +298,7 @@ def test_the_matched_model_has_as_many_parameters(name: str) -> None:
 
 
 # --- Several processes
-def test_one_process_and_two(tmp_path: Path) -> None:
+def test_one_process_and_two(tmp_path):
     """The same global batch, divided; buckets of gradients are settings."""
     batch: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
     config, out = write_config(tmp_path, **batch), tmp_path / "rows.jsonl"
@@ -345,8 +339,6 @@ SENT = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>
         ([(0, 1, "a"), (50, 51, SENT)], (1, 1, 49)),  # idle time is not communication
     ],
 )
-def test_exposed_is_what_nothing_else_hides(
-    spans: list[tuple[float, float, str]], found: tuple[float, ...]
-) -> None:
+def test_exposed_is_what_nothing_else_hides(spans, found):
     for order in (spans, spans[::-1]):
         assert communication_us(order) == found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,10 @@ def row(head_size: int = 64, rows: int = 128, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def device(tmp_path, monkeypatch):
     """Makes CUDA device 0 a GPU of this name and capability, with tables in ``tmp_path``."""
 
-    def pretend(name: str, capability: tuple[int, int]) -> None:
+    def pretend(name, capability):
         monkeypatch.setattr(tuning, "TABLES", tmp_path)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -61,7 +61,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_committed_tables_load_and_are_written_as_the_tool_writes_them(path: Path) -> None:
+def test_committed_tables_load_and_are_written_as_the_tool_writes_them(path):
     table = load_table(path)
     assert table_name(table.gpu) == path.stem
     assert table_text(table) == path.read_text()
@@ -69,7 +69,7 @@ def test_committed_tables_load_and_are_written_as_the_tool_writes_them(path: Pat
     assert all(note[name] for note in table.notes.values() for name in needed)
 
 
-def test_a_gpu_takes_its_own_table(device: Callable[..., None], tmp_path: Path) -> None:
+def test_a_gpu_takes_its_own_table(device, tmp_path):
     path = table_file(tmp_path, [row()])
     device("NVIDIA Test", (8, 6))
     assert tuning._tile(KEY, 0) == Tile(128, 32, 8, 3, tma=True)
@@ -111,13 +111,13 @@ def test_a_malformed_table_is_refused_and_named(tmp_path: Path, content: Any, wh
     ],
 )
 def test_a_missing_table_is_a_line_of_the_log(
-    device: Callable[..., None],
-    tmp_path: Path,
-    gpu: str,
-    capability: tuple[int, int],
-    own: bool,
-    said: str | None,
-) -> None:
+    device,
+    tmp_path,
+    gpu,
+    capability,
+    own,
+    said,
+):
     """Once a process, where a run looks for a tile the first time."""
     table_file(tmp_path, [row()], "NVIDIA H200")
     device(gpu, capability)
@@ -131,10 +131,10 @@ def test_a_missing_table_is_a_line_of_the_log(
     assert said is None or f"no tuning table {said} `nsa bench tune` makes one\n" in text
 
 
-def test_tile_for_looks_up_by_head_and_element_size() -> None:
+def test_tile_for_looks_up_by_head_and_element_size():
     seen: list[TileKey] = []
 
-    def choose(key: TileKey, tile: Tile) -> Tile:
+    def choose(key, tile):
         seen.append(key)
         return tile._replace(rows=7)
 
@@ -188,10 +188,10 @@ def test_only_options_that_a_kernel_has_are_tried(kernel: str, fields: set[str])
     assert len(set(walk.measured)) == len(walk.measured) - 1 > 10  # each once, and START at the end
 
 
-def test_the_walk_finds_the_best_tile_that_fits_and_ignores_noise() -> None:
+def test_the_walk_finds_the_best_tile_that_fits_and_ignores_noise():
     best = Tile(128, 32, 8, 4, tma=True)
 
-    def times(tile: Tile) -> float | None:
+    def times(tile):
         if tile.rows * tile.keys > 128 * 64:
             return None
         sizes = ("rows", "keys", "warps")
@@ -202,12 +202,12 @@ def test_the_walk_finds_the_best_tile_that_fits_and_ignores_noise() -> None:
     assert Walk(times).best() == best
 
 
-def test_a_gain_that_does_not_repeat_is_not_taken() -> None:
+def test_a_gain_that_does_not_repeat_is_not_taken():
     walk = Walk(lambda tile: 0.5 if tile != START and walk.measured.count(tile) == 1 else 1.0)
     assert walk.best() == START
 
 
-def test_a_tile_is_written_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_tile_is_written_and_the_others_are_kept(tmp_path):
     path = table_file(tmp_path, [{**row(), "ms": {"2048": 1.0}}, row(head_size=128)])
     tile, kept = Tile(32, 64, 4, 2), Tile(128, 32, 8, 3, tma=True)
     tune.write_tile(path, ORIGIN, KEY, tile, {"ms": {"2048": 0.5}, "measured": "here"})

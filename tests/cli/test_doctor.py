@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa import NSAConfig, cli, extras
 from nsa.bench import clock
 from nsa.bench.cases import MODES, WHOLE_INPUTS, Point, parse_shape
 from nsa.cli import doctor
-from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
+from nsa.ops._triton.tuning import tiles_chosen_by
 from nsa.train import environment
 from tests.ops.cases import small
 from tools.compile_only.launches import attend, launches
@@ -91,7 +88,7 @@ def test_the_length_from_which_it_is_faster(monkeypatch, refused, dense):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
-    def time_of(provider: str, point: Point, mode: str) -> float | None:
+    def time_of(provider, point, mode):
         assert (point.batch, point.dtype) == (65_536 // point.seq_len, torch.float16)
         if provider == "nsa":
             # the shortest is fast in one mode, which does not make all lengths fast
@@ -121,7 +118,7 @@ def test_time_of_attention(monkeypatch):
     Kernels do not run without a GPU.
     """
 
-    def count(call: Callable[[], dict[str, Tensor]], *_: Any) -> clock.Timing:
+    def count(call, *_):
         return clock.Timing(float(len(call())), 0, 0, 1, "cpu")
 
     monkeypatch.setattr(clock, "time_call", count)
@@ -136,7 +133,7 @@ def test_time_of_attention(monkeypatch):
 def test_it_names_the_kernels_for_which_tiles_are_looked_up(longest):
     looked_up: set[str] = set()
 
-    def note(key: TileKey, tile: Tile) -> Tile:
+    def note(key, tile):
         looked_up.add(key.kernel)
         return tile
 
@@ -166,7 +163,7 @@ def test_the_command_that_installs_an_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
     assert extras.install_command("data") == "pip install 'nsa[data]'"
 
-    def absent(name: str) -> str:
+    def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)

@@ -14,14 +14,14 @@ import pytest
 
 from nsa import cli
 from nsa.train.generation import Generation
-from tests.cli.conftest import Command, pipe
+from tests.cli.conftest import pipe
 from tests.train.cases import make_trainer, tiny_config
 
 SHORT = "generate run --max-new-tokens 12 --seed 1"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder with run folders of a small model, and of a dense one."""
     folder = tmp_path_factory.mktemp("trained")
     make_trainer(tiny_config(folder, steps=4, checkpoint_every=2), folder / "run").run()
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(trained, tmp_path, monkeypatch):
     """An empty folder in which commands run, beside the runs ``run`` and ``dense``."""
     for name in ("run", "dense"):
         (tmp_path / name).symlink_to(trained / name)
@@ -103,7 +103,7 @@ def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe(here, nsa
     assert not control.search(shown + errors.getvalue())
 
 
-def test_options_reach_the_sampling(here: Path, nsa: Command) -> None:
+def test_options_reach_the_sampling(here, nsa):
     greedy = nsa(f"{SHORT} --prompt aaa --temperature 0")
     for words in ("--min-p 1", "--top-k 1", "--top-p 0.000001"):
         assert nsa(f"{SHORT} --prompt aaa {words}") == greedy
@@ -122,7 +122,7 @@ LOOP = "generate run --interactive --max-new-tokens 6 --temperature 0"
 
 
 def test_each_line_continues_the_text_so_far(here, nsa, monkeypatch):
-    def typed(text: str) -> str:
+    def typed(text):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         return nsa(LOOP)
 
@@ -139,7 +139,7 @@ def test_each_line_continues_the_text_so_far(here, nsa, monkeypatch):
 def test_ctrl_c_ends_a_text_and_not_the_loop(here, nsa, monkeypatch):
     steps, count = Generation.__next__, itertools.count(1)
 
-    def interrupted(self: Generation) -> list[bytes]:
+    def interrupted(self):
         if next(count) == 4:
             raise KeyboardInterrupt
         return steps(self)

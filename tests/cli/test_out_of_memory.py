@@ -41,7 +41,7 @@ def no_memory(*_: Any, **__: Any) -> NoReturn:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config(tmp_path, monkeypatch):
     """A run of micro-batches of six sequences."""
     monkeypatch.chdir(tmp_path)
     changes = {"steps": 6, "micro_batch": 6, "accumulation": 2, "checkpoint_every": 2}

@@ -35,7 +35,7 @@ def compiled_for(arch: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.faults)])
-def test_nothing_is_read_or_written_before_the_wait(arch: int) -> None:
+def test_nothing_is_read_or_written_before_the_wait(arch):
     found = compiled_for(arch)
     assert len(found) == 7, found.keys()
     for name, codes in found.items():

@@ -48,7 +48,7 @@ class Recorder(NotingGPU):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def gpu(monkeypatch):
     """Tensors of the CPU count as its tensors."""
     recorder = Recorder()
     triton.runtime.driver.set_active(recorder)
@@ -115,7 +115,7 @@ def by_triton(function: Kernel, *args: Any, **constants: Any) -> Any:
     return JITFunction.run(function, *args, **{"enable_fp_fusion": True, **constants})
 
 
-def test_a_direct_launch_is_triton_s(gpu: Recorder) -> None:
+def test_a_direct_launch_is_triton_s(gpu):
     given = list(calls())
     for grid, args, constants in given:
         by_triton(small_kernel, *args, grid=grid, warmup=False, **constants)
@@ -129,9 +129,7 @@ def test_a_direct_launch_is_triton_s(gpu: Recorder) -> None:
     assert 8 < len({launch[0] for launch in expected}) < len(given)
 
 
-def test_a_direct_launch_needs_no_look_by_triton(
-    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direct_launch_needs_no_look_by_triton(gpu, monkeypatch):
     memory = torch.zeros(1024)
     launch = Launch(small_kernel, (1,), BLOCK=16, PARTS=())
     launch(memory, (), None, 5, 3, 0.5)
@@ -143,7 +141,7 @@ def test_a_direct_launch_needs_no_look_by_triton(
     assert last[10].data_ptr() == memory[128:].data_ptr()
 
 
-def test_descriptors(gpu: Recorder) -> None:
+def test_descriptors(gpu):
     memory, out = torch.zeros(64, 64), torch.zeros(32)
     sources = [(16, memory), (16, memory), (32, memory), (16, memory.bfloat16())]
     launch = Launch(described_kernel, (1,), BLOCK=32)
@@ -162,13 +160,11 @@ def test_descriptors(gpu: Recorder) -> None:
             assert getattr(descriptor, name) == getattr(own, name)
 
 
-def test_kernels_are_compiled_for_the_device_of_the_tensors(
-    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_for_the_device_of_the_tensors(gpu, monkeypatch):
     current, during = [gpu.serial + 1], list[int]()
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
+    def device(index):
         current.append(index)
         yield
         current.pop()
@@ -182,13 +178,11 @@ def test_kernels_are_compiled_for_the_device_of_the_tensors(
 
 
 @pytest.mark.faults  # compiles for half a minute; on a GPU every test launches directly
-def test_whole_attention_is_launched_as_by_triton(
-    gpu: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_attention_is_launched_as_by_triton(gpu, monkeypatch):
     """By Triton, and directly: the same kernels in the same order and sizes."""
     config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
 
-    def attend() -> list[tuple[Any, ...]]:
+    def attend():
         gpu.launched = []
         torch.manual_seed(0)
         out, inputs = attention(config, torch.bfloat16, PARTS)  # kernels of test_compile.py

@@ -17,7 +17,7 @@ from tools.compile_only.driver import absent_gpu
 
 
 @pytest.mark.parametrize("offsets", [None, (0, 60, 128)], ids=["dense", "packed"])
-def test_heads_move_in_words_of_16_bytes(offsets: tuple[int, ...] | None) -> None:
+def test_heads_move_in_words_of_16_bytes(offsets):
     """The number of columns is no multiple of 8 where there are gates, but rows are padded."""
     config = NSAConfig(num_heads=12, num_kv_heads=2)
     layer = NativeSparseAttention(64, config).bfloat16()
@@ -28,7 +28,7 @@ def test_heads_move_in_words_of_16_bytes(offsets: tuple[int, ...] | None) -> Non
     x = torch.zeros(128, 64, dtype=torch.bfloat16, requires_grad=True)
     compiled: list[Any] = []
 
-    def run(*arguments: Any, **constants: Any) -> Any:
+    def run(*arguments, **constants):
         compiled.append(original(*arguments, **constants))
         return compiled[-1]
 

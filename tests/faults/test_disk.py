@@ -5,7 +5,6 @@ once there is room.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.faults.cases import (
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A file system of 3 MiB; only the superuser of a whole machine may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -45,7 +44,7 @@ def fill(path: Path) -> Path:
     return file
 
 
-def test_full_disk_is_survived(tmp_path: Path, disk: Path) -> None:
+def test_full_disk_is_survived(tmp_path, disk):
     whole = undisturbed(tmp_path, steps=40, keep_checkpoints=1)
     config = tmp_path / "tiny.yaml"
     with Run(tmp_path, config=config, path=disk / "run", fault=("slow", "0.05")) as run:
@@ -63,7 +62,7 @@ def test_full_disk_is_survived(tmp_path: Path, disk: Path) -> None:
     assert events(run.path, "checkpoint")
 
 
-def test_files_that_may_not_grow(tmp_path: Path) -> None:
+def test_files_that_may_not_grow(tmp_path):
     """RLIMIT_FSIZE below the size of a checkpoint: every write of one fails half-way, the run goes
     on to its end.
     """

@@ -101,14 +101,14 @@ def check_layer(batch: Batch, *, cached: bool) -> None:
     ("number", "part"),
     [(60, 0), *(pytest.param(320, part, marks=pytest.mark.faults) for part in range(1, 9))],
 )
-def test_fuzz(number: int, part: int) -> None:
+def test_fuzz(number, part):
     """At least a third of the cases are longer than the selected blocks."""
     num_sparse = 0
 
     @seed(part)
     @settings(max_examples=number, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
-    def run(data: st.DataObject) -> None:
+    def run(data):
         nonlocal num_sparse
         config = data.draw(configs())
         batch = data.draw(batches(config))

@@ -19,7 +19,7 @@ def endless(stall_limit_s: float) -> dict[str, Any]:
     return {"steps": 10_000, "stall_limit_s": stall_limit_s, "data_limit_s": stall_limit_s / 3}
 
 
-def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path) -> None:
+def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path):
     """No Python thread of the process can run any more; its stacks are written all the same."""
     with Run(tmp_path, fault=("stuck_in_c", "8"), **endless(3.0)) as run:
         assert run.end() == -signal.SIGKILL
@@ -41,7 +41,7 @@ def test_main_thread_stuck_in_c_with_the_interpreter(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_one_rank_stopped(tmp_path: Path) -> None:
+def test_one_rank_stopped(tmp_path):
     """The other rank waits for it in a collective and says so; of the stopped one the state is read
     from outside.
     """
@@ -58,7 +58,7 @@ def test_one_rank_stopped(tmp_path: Path) -> None:
     assert {event["message"].split()[2] for event in events(run.path, "hang")} == {"0", "1"}
 
 
-def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path: Path) -> None:
+def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path):
     """Also one that is far from its own limit; and it goes on."""
     with Run(tmp_path, **endless(300.0)) as run:
         run.wait_for_rows(3)
@@ -73,7 +73,7 @@ def test_a_process_says_where_it_stands_when_another_rank_hangs(tmp_path: Path) 
 
 
 @LINUX
-def test_a_pause_of_everything_is_no_hang(tmp_path: Path) -> None:
+def test_a_pause_of_everything_is_no_hang(tmp_path):
     """Ctrl-Z and a machine that sleeps stop the watchdog as well; time that it did not see does not
     count.
     """
@@ -90,7 +90,7 @@ def test_a_pause_of_everything_is_no_hang(tmp_path: Path) -> None:
         assert "watchdog" not in run.text
 
 
-def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_that_goes_on_in_time_is_left_alone(tmp_path):
     with Run(tmp_path, **endless(4.0)) as run:
         run.wait_for_rows(3)
         run.kill(signal.SIGSTOP)

@@ -65,5 +65,5 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> None:
     ("number", "seed"),
     [(2, 1), *(pytest.param(10, 100 + part, marks=pytest.mark.faults) for part in range(10))],
 )
-def test_killed_at_random_moments(tmp_path: Path, number: int, seed: int) -> None:
+def test_killed_at_random_moments(tmp_path, number, seed):
     kills(tmp_path, number, seed)

@@ -4,7 +4,6 @@ step.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
-def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: str) -> None:
+def test_policy_is_coherent_on_all_ranks(tmp_path, policy, strategy):
     words = ("--nonfinite", policy, "--parallel.strategy", strategy)
     settings: dict[str, Any] = {"steps": 16, "nonfinite_limit": 3, "checkpoint_every": 4}
     with TwoRanks(tmp_path, *words, fault=("nan_in_weights", "9", "1"), **settings) as run:
@@ -41,7 +40,7 @@ def test_policy_is_coherent_on_all_ranks(tmp_path: Path, policy: str, strategy: 
     assert "Traceback" not in text
 
 
-def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
     """Those that are lost must not push out the last sound ones: the run resumes from these,
     identically.
     """

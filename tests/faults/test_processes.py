@@ -51,7 +51,7 @@ def check_near(path: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run of one process."""
     folder = tmp_path_factory.mktemp("whole")
     return undisturbed(folder, steps=20, eval_windows=5, checkpoint_every=6)
@@ -76,7 +76,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
+def sharded(tmp_path_factory, whole):
     """The same run by two processes with shards, which writes a sample too."""
     folder = tmp_path_factory.mktemp("sharded")
     words = (*new_run(whole, folder / "run"), "--sample-tokens", "9", *TWO_RANKS, *FSDP)
@@ -87,7 +87,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     return folder / "run"
 
 
-def test_rows_have_the_figures_of_every_rank(whole: Path, sharded: Path) -> None:
+def test_rows_have_the_figures_of_every_rank(whole, sharded):
     for row in read_metrics(sharded / "metrics.jsonl"):
         assert row["step_time_ms_rank_0"] == row["step_time_ms"]
         assert float(row["step_time_ms_rank_1"]) > float(row["data_time_ms_rank_1"]) >= 0
@@ -97,7 +97,7 @@ def test_rows_have_the_figures_of_every_rank(whole: Path, sharded: Path) -> None
     assert not any("_rank_" in name for row in rows for name in row)
 
 
-def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
+def test_shards_train_like_one_process(whole, sharded):
     check_near(sharded, whole)
     found, wanted = (
         stored_tensors(list_checkpoints(path / "checkpoints")[-1]) for path in (sharded, whole)
@@ -126,13 +126,13 @@ def test_shards_train_like_one_process(whole: Path, sharded: Path) -> None:
     ],
     ids=["replicas", "options of replicas", "four shards"],
 )
-def test_processes_train_like_one(tmp_path: Path, whole: Path, number: int, words: str) -> None:
+def test_processes_train_like_one(tmp_path, whole, number, words):
     divided = ("--world-size", str(number), *words.split())
     train(*new_run(whole, tmp_path / "run"), *divided, folder=tmp_path, number=number)
     check_near(tmp_path / "run", whole)
 
 
-def test_muon_and_a_tied_head_on_shards(tmp_path: Path, whole: Path) -> None:
+def test_muon_and_a_tied_head_on_shards(tmp_path, whole):
     """Without clipping, whose factor is rounded otherwise, nothing is: the matrices are whole when
     they are orthogonalised.
     """
@@ -161,8 +161,8 @@ def halt(*words: str | Path, folder: Path, number: int) -> None:
     ids=["one to shards", "shards to replicas", "replicas to one"],
 )
 def test_resumed_on_another_number_or_strategy_the_data_go_on(
-    tmp_path: Path, whole: Path, before: int, first: Words, after: int, then: Words
-) -> None:
+    tmp_path, whole, before, first, after, then
+):
     path = tmp_path / "run"
     halt(*new_run(whole, path), *first, folder=tmp_path, number=before)
     train("train", "--resume", path, *then, folder=tmp_path, number=after)
@@ -181,7 +181,7 @@ def test_resumed_on_another_number_or_strategy_the_data_go_on(
     ],
     ids=["replicas", "shards", "static graph"],
 )
-def test_three_ranks_resume_bit_for_bit(tmp_path: Path, words: str) -> None:
+def test_three_ranks_resume_bit_for_bit(tmp_path, words):
     """Sums of three are rounded by their order, which two cannot show."""
     path, changes = tmp_path / "run", {"steps": 5, "micro_batch": 2, "accumulation": 1}
     config = write_config(tmp_path, **changes, checkpoint_every=3, log_every=1, eval_windows=0)
@@ -196,7 +196,7 @@ def test_three_ranks_resume_bit_for_bit(tmp_path: Path, words: str) -> None:
 
 @in_full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str) -> None:
+def test_two_nodes_are_two_agents(tmp_path, whole, strategy):
     """Two torchrun agents that find each other as two machines would, with one process each."""
     nodes = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id two --rdzv-endpoint"
     place = (*nodes.split(), f"127.0.0.1:{free_port()}")
@@ -207,7 +207,7 @@ def test_two_nodes_are_two_agents(tmp_path: Path, whole: Path, strategy: str) ->
     check_near(tmp_path / "run", whole)
 
 
-def test_ranks_that_are_restarted_resume_the_run(tmp_path: Path, whole: Path) -> None:
+def test_ranks_that_are_restarted_resume_the_run(tmp_path, whole):
     """When a rank dies, torchrun repeats the command and counts restarts."""
     path, fault = tmp_path / "run", ("die", "13", "1", str(int(signal.SIGKILL)))
     words = (*new_run(whole, path), *TWO_RANKS)
@@ -244,8 +244,8 @@ def test_ranks_that_are_restarted_resume_the_run(tmp_path: Path, whole: Path) ->
     ],
 )
 def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(
-    tmp_path: Path, whole: Path, words: str, message: str
-) -> None:
+    tmp_path, whole, words, message
+):
     path = tmp_path / "run"
     said = train(*new_run(whole, path), *words.split(), folder=tmp_path, code=2)
     assert message in said

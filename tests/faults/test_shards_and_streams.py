@@ -53,7 +53,7 @@ def open_folder(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     source = write_folder(folder / "source", "parquet", make_texts(300))
     prepare(config_of(source, shard_tokens=20_000), folder / "out")
@@ -62,7 +62,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "set"
     return write_folder(folder, "jsonl", make_texts(12_000, longest=8), files=5)
 
@@ -90,7 +90,7 @@ def damage(file: Path, other: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(1000, marks=in_full)])
-def test_damaged_shards_are_refused_by_name(shards: Path, tmp_path: Path, number: int) -> None:
+def test_damaged_shards_are_refused_by_name(shards, tmp_path, number):
     rng, broken = random.Random(number), tmp_path / "broken"
     for attempt in range(number):
         shutil.copytree(shards, broken)
@@ -142,9 +142,7 @@ def session(leader: int) -> Iterator[int]:
         *(pytest.param(("byte", "gpt2")[n % 2], 10, 10 + n, marks=in_full) for n in range(4)),
     ],
 )
-def test_killed_preparation_goes_on(
-    source: Path, tmp_path: Path, tokenizer: str, number: int, seed: int
-) -> None:
+def test_killed_preparation_goes_on(source, tmp_path, tokenizer, number, seed):
     rng, kills, config, out = random.Random(seed), 0, config_of(source, tokenizer), tmp_path / "cut"
     prepare(config, tmp_path / "whole")
     while kills < number:
@@ -169,14 +167,14 @@ def test_killed_preparation_goes_on(
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", pytest.param("gpt2", marks=in_full)])
-def test_a_process_that_reads_is_replaced(tmp_path: Path, tokenizer: str) -> None:
+def test_a_process_that_reads_is_replaced(tmp_path, tokenizer):
     # more than a pipe holds
     texts = make_texts(12_000, longest=200)
     source = as_clone(write_folder(tmp_path / "set", "jsonl", texts, files=5))
     prepare(config_of(source, tokenizer), tmp_path / "whole")
     kills = 0
 
-    def kill(report: object) -> None:
+    def kill(report):
         nonlocal kills
         for process in multiprocessing.active_children():
             if process.name == "nsa-documents" and kills < 2:
@@ -203,9 +201,7 @@ def largest_file(size: int) -> Iterator[None]:
         sys.dont_write_bytecode = writes
 
 
-def test_a_full_disk_is_reported_and_the_work_goes_on(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_the_work_goes_on(source, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_COMMIT_S", 0.0)
     prepare(config_of(source), tmp_path / "whole")
     for size in (30_000, 60_000, 90_000):

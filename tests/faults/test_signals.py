@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.cases import (
     TWO_RANKS,
-    Fault,
     Nsa,
     Run,
     TwoRanks,
@@ -40,7 +38,7 @@ PATIENT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("whole"), **PATIENT)
 
 
@@ -57,9 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
-def test_leaves_with_a_checkpoint_and_resumes_identically(
-    tmp_path: Path, whole: Path, how: str, fault: Fault
-) -> None:
+def test_leaves_with_a_checkpoint_and_resumes_identically(tmp_path, whole, how, fault):
     with Run(tmp_path, config=whole.parent / "tiny.yaml", fault=fault) as run:
         run.wait_for_rows(7 if fault[0] == "starve" else 2)
         run.stop(how)
@@ -74,7 +70,7 @@ def test_leaves_with_a_checkpoint_and_resumes_identically(
     check_resumed(run.path, whole)
 
 
-def test_a_second_process_is_kept_from_a_run(tmp_path: Path) -> None:
+def test_a_second_process_is_kept_from_a_run(tmp_path):
     with Run(tmp_path, steps=10_000, checkpoint_every=5) as run:
         run.wait_until(lambda: bool(steps_of(run.path)))
         with Nsa("train", "--resume", run.path, said=tmp_path / "second") as second:
@@ -87,7 +83,7 @@ def test_a_second_process_is_kept_from_a_run(tmp_path: Path) -> None:
     assert events(run.path, "error") == []
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
     """Without waiting for its step, which takes an hour."""
     with Run(tmp_path, fault=("slow", "3600", "1"), **PATIENT) as run:
         run.wait_for_rows(1)
@@ -99,7 +95,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     assert steps_of(run.path) == []
 
 
-def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path) -> None:
+def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path):
     """A cluster signals torchrun and its processes, to which torchrun then sends it again."""
     with TwoRanks(tmp_path, fault=("slow", "2"), log_every=1, checkpoint_every=1000) as run:
         run.wait_for_rows(1)
@@ -112,7 +108,7 @@ def test_a_signal_that_a_launcher_passes_on_is_the_same_one(tmp_path: Path) -> N
     assert len(steps_of(run.path)) == 1
 
 
-def test_stacks_and_checkpoint_on_demand(tmp_path: Path) -> None:
+def test_stacks_and_checkpoint_on_demand(tmp_path):
     with Run(tmp_path, steps=10_000, checkpoint_every=0, log_every=1, eval_every=0) as run:
         run.wait_for_rows(4)
         run.kill(signal.SIGUSR1)
@@ -130,7 +126,7 @@ def test_stacks_and_checkpoint_on_demand(tmp_path: Path) -> None:
         assert "SIGUSR2 received: a checkpoint after this step" in run.text
 
 
-def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
     with TwoRanks(tmp_path, steps=100_000, checkpoint_every=100_000, eval_every=0) as run:
         run.wait_for_rows(2)
         run.ranks[1].kill(signal.SIGUSR2)
@@ -141,7 +137,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path: Path) -> Non
 
 
 @in_full
-def test_ranks_whose_torchrun_was_killed_leave_with_a_checkpoint(tmp_path: Path) -> None:
+def test_ranks_whose_torchrun_was_killed_leave_with_a_checkpoint(tmp_path):
     config = write_config(tmp_path, steps=1_000_000, checkpoint_every=1_000_000, eval_every=0)
     path, deadline = tmp_path / "run", time.monotonic() + 120
     with torchrun("train", config, "--run-dir", path, *TWO_RANKS) as agent:
@@ -156,7 +152,7 @@ def test_ranks_whose_torchrun_was_killed_leave_with_a_checkpoint(tmp_path: Path)
 
 
 @in_full
-def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path):
     number = str(int(signal.SIGTERM))
     with TwoRanks(tmp_path, fault=("die", "29", "1", number), **PATIENT) as run:
         assert run.end() == [0, 0], run.text
@@ -174,7 +170,7 @@ STARVED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def starved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def starved(tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("starved"), **STARVED)
 
 
@@ -188,9 +184,7 @@ def starved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_starving_run_leaves_a_checkpoint_and_resumes_identically(
-    tmp_path: Path, starved: Path, fault: str, what: str
-) -> None:
+def test_starving_run_leaves_a_checkpoint_and_resumes_identically(tmp_path, starved, fault, what):
     with Run(tmp_path, config=starved.parent / "tiny.yaml", fault=(fault, "14")) as run:
         assert run.end() == 1
         assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in run.text
@@ -198,7 +192,7 @@ def test_starving_run_leaves_a_checkpoint_and_resumes_identically(
     check_resumed(run.path, starved)
 
 
-def test_one_starving_rank_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
+def test_one_starving_rank_ends_both_with_a_checkpoint(tmp_path):
     with TwoRanks(tmp_path, fault=("starve", "7", "1"), **STARVED) as run:
         assert run.end() == [1, 1], run.text
         assert "data starvation after step 7: another process got no batch" in run.ranks[0].text

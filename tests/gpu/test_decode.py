@@ -122,7 +122,7 @@ def test_captured_step(changes, queries):
     eager, captured = (filled(module, lengths, num_layers=2) for _ in range(2))
     x = torch.zeros(batch, queries, 256, device=DEVICE, dtype=BF16)
 
-    def step(cache: NSACache) -> list[Tensor]:
+    def step(cache):
         return [module((1 + i) * x, cache=layer) for i, layer in enumerate(cache.layers)]
 
     counts, graph = [queries] * batch, torch.cuda.CUDAGraph()
@@ -160,10 +160,10 @@ def test_recorded_steps_of_a_model(modes):
     model = LanguageModel(LMConfig(**sizes, nsa=pattern, mlp_hidden_size=512)).to(DEVICE, BF16)
     text = torch.randint(256, (1, 2000), generator=torch.Generator().manual_seed(1))
 
-    def run(modes: tuple[bool, bool]) -> list[Tensor]:
+    def run(modes):
         decoder, found = Decoder(model, 1, max_tokens=2000), list[Tensor]()
 
-        def take(logits: Tensor) -> None:
+        def take(logits):
             found.append(logits.clone())
             ids = [layer.block_indices for layer in decoder.cache.layers]
             counts = [(x[-1] >= 0).sum(-1).tolist() for x in ids if x is not None]
@@ -190,7 +190,7 @@ def test_a_step_does_not_wait_and_compiles_nothing(monkeypatch):
     module(x, cache=caches[0].layers[0])
     compiled: list[str] = []
 
-    def note(*, repr: str, **_: Any) -> None:
+    def note(*, repr, **_):
         compiled.append(repr)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
@@ -208,7 +208,7 @@ def test_forks_have_the_bits_of_sequences_without_shared_pages():
     x = torch.randn(3, 800, 256, generator=generator, device=DEVICE).to(BF16)
     caches = [NSACache(module.config, 1, 3, max_tokens=1000) for _ in range(2)]
 
-    def take(cache: NSACache, given: Tensor, lengths: list[int]) -> None:
+    def take(cache, given, lengths):
         offsets = packed_offsets(lengths, DEVICE)
         module(given, cu_seqlens=offsets, max_seqlen=max(lengths), cache=cache.layers[0])
 
@@ -239,7 +239,7 @@ def test_products_behind_a_norm(rows, is_gated):
         torch.randn(n, 256, device=DEVICE, generator=generator).to(BF16) for n in (rows, 1584, 1584)
     )
 
-    def layer(dtype: torch.dtype) -> Linear:
+    def layer(dtype):
         return Linear(weight.to(dtype), gate.to(dtype) if is_gated else None, eps=1e-6)
 
     first = layer(BF16)(x)

@@ -68,7 +68,7 @@ def test_model_on_the_second_gpu(attention):
     """Gradients only of sparse attention, whose bits are the same in every run."""
     model, tokens = new_model(attention).lm, new_tokens(700)
 
-    def run() -> list[Tensor]:
+    def run():
         out = model(tokens)
         if attention == "dense":
             return [out.detach()]
@@ -88,7 +88,7 @@ def test_decoder_on_the_second_gpu(attention):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
 
-    def run() -> list[Tensor]:
+    def run():
         decoder = Decoder(model, 2, max_tokens=1300)
         found = [decoder.prefill(part.tolist()) for part in tokens[:, :1294].split(1200, dim=1)]
         found += [decoder.step(tokens[:, i : i + 1]).clone() for i in range(1294, 1300)]

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_cuda_graph_of_the_module(shape):
     x = torch.randn(*shape, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(x)
 
-    def run() -> list[Tensor]:
+    def run():
         out = module(x)
         return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], dout)]
 
@@ -186,13 +185,13 @@ def test_a_new_length_compiles_no_kernel(name, monkeypatch):
     """Only algorithms for longer sequences have kernels of their own, whatever the lengths."""
     like = MATRIX[name]
 
-    def step(*lengths: int) -> None:
+    def step(*lengths):
         case = dataclasses.replace(like, lengths_k=lengths, lengths_q=None)
         run_with_gradients(whole_of(case.config, case.backend), case)
 
     compiled: list[str] = []  # by Triton, or loaded for the first time in this process
 
-    def note(*, repr: str, **_: Any) -> None:
+    def note(*, repr, **_):
         compiled.append(repr)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)

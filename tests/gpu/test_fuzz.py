@@ -48,7 +48,7 @@ def test_random_lengths(name):
         max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=cases(like), operator=st.sampled_from(["whole", *CHECKS]))
-    def run(case: Case, operator: str) -> None:
+    def run(case, operator):
         nonlocal num_sparse
         CHECKS[operator](case)
         num_sparse += max(case.lengths_k) > like.config.num_selected_blocks * like.config.block_size

@@ -234,7 +234,7 @@ def train_config() -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def trained(tmp_path_factory):
     """A folder for :mod:`tests.gpu.trained_by_transformers`, and the losses of ``nsa train``."""
     folder, config = tmp_path_factory.mktemp("trained"), train_config()
     trainer = Trainer(config, RunFolder.create(folder / "run", config))

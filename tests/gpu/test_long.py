@@ -126,7 +126,7 @@ def test_combine_beyond_31_bits():
     leaves.append(torch.rand(*shape[:2], 3, device=DEVICE).to(BF16).requires_grad_())
     dout = CASE.normal(*shape, seed=4)
 
-    def run(inputs: list[Tensor], dout: Tensor, backend: str) -> list[Tensor]:
+    def run(inputs, dout, backend):
         out = combine(inputs[0], inputs[1], inputs[2], inputs[3], backend=backend)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 

@@ -119,7 +119,7 @@ def test_threads_with_streams_of_their_own_and_one_for_all():
     wrong = counters(len(steps))
     torch.cuda.synchronize()
 
-    def work(index: int) -> None:
+    def work(index):
         others = [streams[index], *sides_of(streams[index])]
         for _ in range(ROUNDS):
             with torch.cuda.stream(streams[index]):

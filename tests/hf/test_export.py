@@ -36,7 +36,7 @@ from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
 from tests.acceptance.cases import compare_export
-from tests.cli.conftest import Command, nsa, refusal, run, tiny
+from tests.cli.conftest import nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model
 from tests.hf.tiny import tokens
 from tests.test_house_rules import ROOT
@@ -70,7 +70,7 @@ def agree(theirs: Any, ours: Tokenizer, text: str) -> None:
     assert theirs.decode(ids) == text
 
 
-def test_bytes_of_every_text(tmp_path: Path) -> None:
+def test_bytes_of_every_text(tmp_path):
     """Ids are bytes, before and behind a folder; bytes that are no UTF-8 decode as in Python."""
     ours = ByteTokenizer()
     as_transformers(saved_by(ours, tmp_path)).save_pretrained(tmp_path)
@@ -78,12 +78,12 @@ def test_bytes_of_every_text(tmp_path: Path) -> None:
 
     @settings(max_examples=200)
     @given(TEXTS)
-    def check_text(text: str) -> None:
+    def check_text(text):
         agree(theirs, ours, text)
 
     @settings(max_examples=200)
     @given(st.binary())
-    def check_bytes(raw: bytes) -> None:
+    def check_bytes(raw):
         raw = raw.replace(b"\0", b"")
         assert theirs.decode([*raw]) == raw.decode("utf-8", "replace")
 
@@ -99,7 +99,7 @@ def test_bytes_of_every_text(tmp_path: Path) -> None:
     assert batch["attention_mask"] == [[1, 1], [0, 1]]
 
 
-def test_bytes_of_a_synthetic_task(tmp_path: Path) -> None:
+def test_bytes_of_a_synthetic_task(tmp_path):
     ours = ByteTokenizer(separator=False)
     theirs = as_transformers(saved_by(ours, tmp_path))
     agree(theirs, ours, "a\0b")
@@ -107,7 +107,7 @@ def test_bytes_of_a_synthetic_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bpe"])
-def test_subwords(kind: Any, tmp_path: Path) -> None:
+def test_subwords(kind, tmp_path):
     config = DataConfig(tokenizer=kind, bpe_vocab_size=280)
     ours = make_tokenizer(config, [b"the quick brown foxes jump over the lazy dogs " * 20])
     as_transformers(saved_by(ours, tmp_path)).save_pretrained(tmp_path)
@@ -124,7 +124,7 @@ def test_subwords(kind: Any, tmp_path: Path) -> None:
 SWIGLU = "--model.attention dense --model.mlp swiglu"
 
 
-def test_a_run_there_and_back(run: Path, nsa: Command, tiny: Path) -> None:
+def test_a_run_there_and_back(run, nsa, tiny):
     """Equal logits, the tokenizer, a card, pipelines; a run that begins with the folder."""
     said = nsa("export run m --shard-size 20KB")
     assert re.match(r"m: step 4, fp32, layout nsa, 0\.\d MB", said)
@@ -157,7 +157,7 @@ def test_a_run_there_and_back(run: Path, nsa: Command, tiny: Path) -> None:
     assert load_tokenizer(tiny / "more/tokenizer.json").fingerprint == ByteTokenizer().fingerprint
 
 
-def test_a_run_of_mixed_layers(tiny: Path, nsa: Command, refusal: Command) -> None:
+def test_a_run_of_mixed_layers(tiny, nsa, refusal):
     """transformers loads what was trained, and a run begins with it."""
     layers = "--model.num-layers 3 --model.layers '{0: {attention: dense}, 2: {window_size: 16}}'"
     nsa(f"train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02 {layers}")
@@ -178,7 +178,7 @@ def test_a_run_of_mixed_layers(tiny: Path, nsa: Command, refusal: Command) -> No
     assert "model.layers must be left out for Llama's layout" in said
 
 
-def test_program_of_the_documents(run: Path, nsa: Command) -> None:
+def test_program_of_the_documents(run, nsa):
     """It loads what the line before it exports."""
     nsa("export run my-model")
     page = (ROOT / "docs/use.md").read_text(encoding="utf-8")
@@ -186,7 +186,7 @@ def test_program_of_the_documents(run: Path, nsa: Command) -> None:
     exec(compile(program.replace("=50", "=5"), "use.md", "exec"), {})
 
 
-def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> None:
+def test_what_the_acceptance_run_sees(run, nsa, tiny):
     """An export passes; one of other weights is told by weights, logits and text."""
     cpu = torch.device("cpu")
     nsa("export run m")
@@ -201,7 +201,7 @@ def test_what_the_acceptance_run_sees(run: Path, nsa: Command, tiny: Path) -> No
     assert "another text" in text
 
 
-def test_a_dense_run_as_llama(tiny: Path, nsa: Command) -> None:
+def test_a_dense_run_as_llama(tiny, nsa):
     """transformers' own Llama reads it and writes it; a run begins with what it has written."""
     nsa(f"train tiny.yaml --run-dir dense --sample-tokens 0 {SWIGLU} --optim.lr 0.02")
     nsa("export dense llama --layout llama --checkpoint 4")
@@ -219,7 +219,7 @@ def test_a_dense_run_as_llama(tiny: Path, nsa: Command) -> None:
     )
 
 
-def test_bf16_and_refused_exports(run: Path, nsa: Command, refusal: Command, tiny: Path) -> None:
+def test_bf16_and_refused_exports(run, nsa, refusal, tiny):
     nsa("export run half --dtype bf16 --checkpoint 2")
     assert AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
     assert "DIR must not exist yet, got half" in refusal("export run half")
@@ -247,7 +247,7 @@ DENSE: dict[str, Any] = {"attention": "dense", "mlp": "swiglu", "value_dim": 16}
     ],
     ids=str,
 )
-def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_llama_has_equal_logits(changes, tmp_path):
     """What differs is rounding: Llama's norms and angles are fp32 in fp64 models, too."""
     model = tiny_model(**DENSE, **changes).lm
     as_llama(model, {}).save_pretrained(tmp_path)
@@ -270,7 +270,7 @@ def test_llama_has_equal_logits(changes: dict[str, Any], tmp_path: Path) -> None
         ({"num_heads": 10}, r"model.width must be a multiple of num_heads \(10\)"),
     ],
 )
-def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
+def test_what_llama_lacks(changes, match):
     config = tiny_model(**{**DENSE, **changes}).lm.config
     with pytest.raises(ValueError, match=match):
         llama_settings(config)
@@ -286,7 +286,7 @@ def test_what_llama_lacks(changes: dict[str, Any], match: str) -> None:
         ({"rope_parameters": [1]}, r"have rope_parameters as an object, got \[1\]"),
     ],
 )
-def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
+def test_llamas_of_other_settings(change, match):
     config = tiny_model(**DENSE).lm.config
     found = llama_settings(config)
     check_llama("a", found, config)
@@ -296,7 +296,7 @@ def test_llamas_of_other_settings(change: dict[str, Any], match: str) -> None:
         check_llama("a", {**found, **change}, config)
 
 
-def test_folders_that_do_not_fit(tmp_path: Path) -> None:
+def test_folders_that_do_not_fit(tmp_path):
     """Nothing is loaded then."""
     model = tiny_model()
     model.float().save_pretrained(tmp_path)
@@ -335,7 +335,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["../w.safetensors", "config.json", 3])
-def test_an_index_names_files_beside_it(place: object, tmp_path: Path) -> None:
+def test_an_index_names_files_beside_it(place, tmp_path):
     model, inside = tiny_model().float(), tmp_path / "inside"
     model.save_pretrained(inside)
     (inside / "model.safetensors").rename(tmp_path / "w.safetensors")

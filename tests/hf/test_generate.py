@@ -39,9 +39,7 @@ DENSE = {"attention": "dense"}
 
 
 @pytest.mark.parametrize(("changes", "chunk"), [({}, 11), (DENSE, 1), (MIXED, None)], ids=str)
-def test_left_padded_batch_equals_each_row_alone(
-    changes: dict[str, Any], chunk: int | None
-) -> None:
+def test_left_padded_batch_equals_each_row_alone(changes, chunk):
     model = model_of(**changes)
     rows = [tokens(n, seed=n) for n in LENGTHS]
     wanted = [without_cache(model, row) for row in rows]
@@ -53,7 +51,7 @@ def test_left_padded_batch_equals_each_row_alone(
     assert len({*itertools.chain(*wanted)}) > 3
 
 
-def test_equals_nsa_generate() -> None:
+def test_equals_nsa_generate():
     """Token for token, bytes of the project's own generation."""
     model = model_of(vocab_size=256)
     prompt = b"what is written here"
@@ -84,7 +82,7 @@ def best_beams(model: NSAForCausalLM, row: Tensor, beams: int, count: int) -> li
     return found[0][1][-count:].tolist()
 
 
-def test_beam_search() -> None:
+def test_beam_search():
     """Two rows of different lengths, three beams each, against a search in plain Python."""
     model, rows = tiny(), [tokens(n, seed=n) for n in (37, 12)]
     found = model.generate(**left_padded(rows), max_new_tokens=6, num_beams=3, do_sample=False)
@@ -95,7 +93,7 @@ BY_TOKEN = {"scores": "token_max", "branches": ("slc", "win")}
 
 
 @pytest.mark.parametrize("changes", [{}, TABLES[0], BY_TOKEN], ids=str)
-def test_a_cache_goes_on(changes: dict[str, Any]) -> None:
+def test_a_cache_goes_on(changes):
     """What it holds is not computed again; steps of several tokens; it starts anew."""
     model, x = model_of(**changes), tokens(2, 100)
     cache = model.new_cache(2, max_tokens=120)
@@ -113,7 +111,7 @@ def test_a_cache_goes_on(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(found.logits, logits[:, -1:], rtol=0, atol=1e-11)
 
 
-def test_autocast() -> None:
+def test_autocast():
     """A cache that is made under autocast computes in that dtype."""
     model, x = tiny().float(), tokens(1, 30)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,7 +121,7 @@ def test_autocast() -> None:
     assert found.sequences.shape == (1, 30 + NEW)
 
 
-def test_refused_kind_of_cache() -> None:
+def test_refused_kind_of_cache():
     with pytest.raises(ValueError, match="cache_implementation must be left out"):
         tiny().generate(tokens(1, 20), **GREEDY, cache_implementation="quantized")
 
@@ -131,7 +129,7 @@ def test_refused_kind_of_cache() -> None:
 @pytest.mark.parametrize(  # more than 8 are not a decode step
     ("changes", "number"), [({}, 3), (MIXED, 12)], ids=str
 )
-def test_assisted_generation(changes: dict[str, Any], number: int) -> None:
+def test_assisted_generation(changes, number):
     """Prompt lookup and an assistant, some of whose candidates are wrong, change no token."""
     model, text = model_of(**changes), tokens(1, 25).repeat(1, 3)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -154,7 +152,7 @@ def test_assisted_generation(changes: dict[str, Any], number: int) -> None:
     assert 0 < accepted[0] < accepted[1]
 
 
-def test_crop() -> None:
+def test_crop():
     """Tokens are removed and others follow, as far back as the window or by 8 tokens."""
     model, batch = model_of(), left_padded([tokens(70), tokens(9, seed=2)])
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -179,7 +177,7 @@ def test_crop() -> None:
     assert cache.decoder.cache.lengths == [0, 0]
 
 
-def test_embeddings_as_prompt_and_hidden_states() -> None:
+def test_embeddings_as_prompt_and_hidden_states():
     model, text = model_of(), tokens(1, 30)
     embedded = model.lm.embedding(text)
     wanted = model.generate(text, **GREEDY)[:, 30:]
@@ -191,7 +189,7 @@ def test_embeddings_as_prompt_and_hidden_states() -> None:
     torch.testing.assert_close(states, whole, rtol=0, atol=1e-11)
 
 
-def test_refused_tokens() -> None:
+def test_refused_tokens():
     """A full cache, padding behind a token, another number of rows: nothing has changed then."""
     model, x = tiny(), tokens(2, 30)
     cache = model.new_cache(2, max_tokens=30)

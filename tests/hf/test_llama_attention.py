@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import nsa.hf
 from nsa import NSAConfig, native_sparse_attention
-from nsa.config import Branch
 from tests.hf.tiny import left_padded, tokens
 from tests.ops.cases import offsets, small
 
@@ -39,12 +38,12 @@ def new_models(name: str) -> Models:
 
 
 @pytest.fixture(scope="module")
-def models() -> Models:
+def models():
     nsa.hf.register(**CHANGES, branches=("slc",))
     return new_models("nsa")
 
 
-def test_logits_are_dense_up_to_the_selected_tokens(models: Models) -> None:
+def test_logits_are_dense_up_to_the_selected_tokens(models):
     sparse, dense = models
     x = tokens(2, 3 * SAME)
     found, wanted = sparse(x).logits, dense(x).logits
@@ -107,7 +106,7 @@ def packed_rows(kind: str) -> tuple[Tensor, dict[str, Tensor], list[tuple[Tensor
     ],
 )
 @torch.no_grad()
-def test_documents_do_not_see_each_other(models: Models, kind: str, cached: bool) -> None:
+def test_documents_do_not_see_each_other(models, kind, cached):
     """Every document has the logits that it has alone, whatever tells it apart."""
     sparse, _ = models
     ids, given, documents = packed_rows(kind)
@@ -119,7 +118,7 @@ def test_documents_do_not_see_each_other(models: Models, kind: str, cached: bool
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=str)
 @torch.no_grad()
-def test_generate_from_padded_rows(models: Models, options: dict[str, Any]) -> None:
+def test_generate_from_padded_rows(models, options):
     sparse, _ = models
     rows = [tokens(n, seed=n) for n in LENGTHS]
     given = {"max_new_tokens": 6, "do_sample": False, **options}
@@ -129,7 +128,7 @@ def test_generate_from_padded_rows(models: Models, options: dict[str, Any]) -> N
 
 
 @torch.no_grad()
-def test_cached_step_behind_packed_documents(models: Models) -> None:
+def test_cached_step_behind_packed_documents(models):
     """By its position, the next token sees the last document alone."""
     sparse, _ = models
     ids, given, documents = packed_rows("positions")
@@ -141,7 +140,7 @@ def test_cached_step_behind_packed_documents(models: Models) -> None:
     torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
-def test_a_pattern_that_selects_everything() -> None:
+def test_a_pattern_that_selects_everything():
     """Logits and gradients are those of eager attention, with both branches."""
     everything = {**CHANGES, "num_selected_blocks": 8, "window_size": 128}
     nsa.hf.register("everything", **everything)
@@ -163,7 +162,7 @@ def test_a_pattern_that_selects_everything() -> None:
 
 
 @pytest.mark.parametrize("branches", [("slc", "win"), ("cmp", "slc", "win")])
-def test_equals_the_function(branches: tuple[Branch, ...]) -> None:
+def test_equals_the_function(branches):
     """A layer is the projections, Llama's rotation and ``native_sparse_attention``."""
     nsa.hf.register("sparse", **CHANGES, branches=branches)
     model, _ = new_models("sparse")
@@ -200,12 +199,12 @@ def test_equals_the_function(branches: tuple[Branch, ...]) -> None:
         ({"name": "x", "window": 4}, "window"),
     ],
 )
-def test_refused_patterns(arguments: dict[str, Any], match: str) -> None:
+def test_refused_patterns(arguments, match):
     with pytest.raises((ValueError, TypeError), match=match):
         nsa.hf.register(**arguments)
 
 
-def test_refused_attention(models: Models) -> None:
+def test_refused_attention(models):
     sparse = copy.deepcopy(models[0]).train()
     sparse.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="dropout must be left out or 0"):

@@ -51,7 +51,7 @@ def nats_of(model: Any, tokens: list[int], prefix: int, seq_len: int) -> float:
     return total
 
 
-def test_bits_per_byte_of_transformers_are_ours(run: Path, nsa: Command, tiny: Path) -> None:
+def test_bits_per_byte_of_transformers_are_ours(run, nsa, tiny):
     """Of a folder of files: all their bits over all their bytes."""
     export(nsa, run)
     model, tokenizer = (x.from_pretrained("m") for x in (AutoModelForCausalLM, AutoTokenizer))
@@ -67,7 +67,7 @@ def test_bits_per_byte_of_transformers_are_ours(run: Path, nsa: Command, tiny: P
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, abs=1e-5)
 
 
-def test_prompts_hide_what_they_ask_for(nsa: Command, refusal: Command, tiny: Path) -> None:
+def test_prompts_hide_what_they_ask_for(nsa, refusal, tiny):
     nsa("data needles needles.jsonl --size 700 --number 50")
     rows = [json.loads(line) for line in (tiny / "needles.jsonl").read_text().splitlines()]
     assert len(rows) == 50
@@ -85,7 +85,7 @@ def test_prompts_hide_what_they_ask_for(nsa: Command, refusal: Command, tiny: Pa
     assert "number must be from 1 to 1,000,000, got 0" in refusal("data needles x --number 0")
 
 
-def test_tasks_read_what_is_there(nsa: Command, tiny: Path) -> None:
+def test_tasks_read_what_is_there(nsa, tiny):
     """Columns of the files, a number that the filter finds, room for it."""
     nsa("data needles needles.jsonl --number 1")
     (row,) = map(json.loads, (tiny / "needles.jsonl").read_text().splitlines())
@@ -105,7 +105,7 @@ def test_tasks_read_what_is_there(nsa: Command, tiny: Path) -> None:
 
 
 @pytest.fixture
-def lm_eval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def lm_eval(monkeypatch, tmp_path):
     """The package, which reads data sets from this machine alone."""
     found = pytest.importorskip("lm_eval")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -125,7 +125,7 @@ def figures(lm_eval: Any, model: Any, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lm_eval_gives_our_figures(lm_eval: Any, run: Path, nsa: Command, tiny: Path) -> None:
+def test_lm_eval_gives_our_figures(lm_eval, run, nsa, tiny):
     from lm_eval.models.huggingface import HFLM
 
     export(nsa, run)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -51,7 +50,7 @@ def same(model: NSAForCausalLM, other: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_and_folders(kind, tmp_path):
     """Bit for bit those of the project's model, before and behind a folder of several files."""
     model, x = tiny(**kind).float(), tokens(2, 60)
     logits = model(x, attention_mask=torch.ones_like(x)).logits
@@ -73,7 +72,7 @@ def test_logits_and_folders(kind: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_base_model(kind: dict[str, Any]) -> None:
+def test_base_model(kind):
     """Its last hidden state is the input of the head, with padding, embeddings or a cache too."""
     model, batch = tiny(**kind), left_padded([tokens(n, seed=n) for n in (60, 33)])
     base, head, embedding = model.base_model, model.get_output_embeddings(), model.lm.embedding
@@ -121,7 +120,7 @@ def test_base_model(kind: dict[str, Any]) -> None:
             assert cached.past_key_values is cache
 
 
-def test_copies_and_replaced_modules() -> None:
+def test_copies_and_replaced_modules():
     """The model, its base and its language model have the same modules, in copies as well."""
     model, x = tiny(), tokens(1, 20)
     other = copy.deepcopy(model)
@@ -138,7 +137,7 @@ def test_copies_and_replaced_modules() -> None:
     ("auto", "rows"),
     [(AutoModelForSequenceClassification, (2, 1)), (AutoModelForTokenClassification, (2, 30, 1))],
 )
-def test_models_with_other_heads(auto: Any, rows: tuple[int, ...], tmp_path: Path) -> None:
+def test_models_with_other_heads(auto, rows, tmp_path):
     """From a folder of a language model: its weights and a new head, which is trained and saved."""
     model, x = tiny().float(), tokens(2, 30)
     model.config.pad_token_id = VOCAB
@@ -171,7 +170,7 @@ def test_models_with_other_heads(auto: Any, rows: tuple[int, ...], tmp_path: Pat
 
 
 @pytest.mark.parametrize("lengths", [((33, 1, 7, 19),), ((23, 7), (30,))], ids=str)
-def test_positions_that_restart(lengths: tuple[tuple[int, ...], ...]) -> None:
+def test_positions_that_restart(lengths):
     """They separate documents, as ``cu_seq_lens_q`` does, for logits and loss."""
     model, every = tiny(), [n for row in lengths for n in row]
     x = tokens(len(lengths), 60 // len(lengths))
@@ -187,7 +186,7 @@ def test_positions_that_restart(lengths: tuple[tuple[int, ...], ...]) -> None:
     assert not torch.equal(wanted.logits, model(x).logits)
 
 
-def test_positions_that_the_model_counts() -> None:
+def test_positions_that_the_model_counts():
     model, batch = tiny(), left_padded([tokens(n, seed=n) for n in (60, 33)])
     ids, mask = batch["input_ids"], batch["attention_mask"]
     wanted, column = model(**batch).logits, torch.arange(60)[None]
@@ -205,13 +204,13 @@ def test_positions_that_the_model_counts() -> None:
     assert torch.equal(model(ids, position_ids=column).logits, model(ids).logits)
 
 
-def test_loss_and_checkpointing() -> None:
+def test_loss_and_checkpointing():
     """The loss of the next token; a backward pass that computes layers again has its gradients."""
     model, x = tiny(), tokens(2, 40)
     labels = x.clone()
     labels[0, :10] = -100
 
-    def gradients() -> list[Tensor]:
+    def gradients():
         model.zero_grad()
         model(x, labels=labels).loss.backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
@@ -235,14 +234,14 @@ def test_loss_and_checkpointing() -> None:
 
 
 @pytest.mark.parametrize(("ignored", "items"), [(False, None), (True, 97)])
-def test_loss_of_padded_and_packed_rows(ignored: bool, items: int | None) -> None:
+def test_loss_of_padded_and_packed_rows(ignored, items):
     """A row's loss is the same alone, padded left or right, and packed behind another row."""
     model, rows = tiny(), [tokens(n, seed=n) for n in (30, 7, 19)]
     options = {} if items is None else {"num_items_in_batch": items}
     losses = [model(row[None], labels=row[None], num_items_in_batch=1).loss for row in rows]
     expected = sum(losses) / (items or sum(len(row) - 1 for row in rows))
 
-    def agrees(**given: Tensor) -> None:
+    def agrees(**given):
         found = model(**given, **options).loss
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
@@ -264,7 +263,7 @@ def test_loss_of_padded_and_packed_rows(ignored: bool, items: int | None) -> Non
     agrees(input_ids=row, labels=labels, cu_seq_lens_q=torch.tensor([0, 30, 37, 56]))
 
 
-def test_loss_of_some_columns() -> None:
+def test_loss_of_some_columns():
     """With ``logits_to_keep``, and in a chunk behind a cache, of the labels that these predict."""
     model, x = tiny(), tokens(1, 40)
     logits, labels = model(x).logits[0], x.clone()
@@ -279,7 +278,7 @@ def test_loss_of_some_columns() -> None:
     torch.testing.assert_close(chunk.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_sequences_of_another_device() -> None:
+def test_sequences_of_another_device():
     """For layers of a model that is spread over devices; what they hold goes along."""
     sequences = Sequences.packed(offsets([5, 9])).with_blocks(small())
     moved = sequences.to(torch.device("meta"))
@@ -293,7 +292,7 @@ def test_sequences_of_another_device() -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_hooks_of_accelerate(attention: str) -> None:
+def test_hooks_of_accelerate(attention):
     """As ``device_map`` adds them to every module; a model with hooks of its users works."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, hooked = tiny(attention=attention), tiny(attention=attention)
@@ -311,7 +310,7 @@ def test_hooks_of_accelerate(attention: str) -> None:
 # configurations and Auto classes
 
 
-def test_config_round_trip(tmp_path: Path) -> None:
+def test_config_round_trip(tmp_path):
     """Every field of the pattern comes back, tuples and nested values too."""
     pattern = small(
         num_selected_blocks_table=((-1, 40, 3),),
@@ -351,12 +350,12 @@ def test_config_round_trip(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_config(values: dict[str, Any], match: str) -> None:
+def test_bad_config(values, match):
     with pytest.raises(ValueError, match=match):
         NSALMConfig(**values)
 
 
-def test_auto_classes_in_a_new_process(tmp_path: Path) -> None:
+def test_auto_classes_in_a_new_process(tmp_path):
     """Without ``import nsa.hf``, by the file that lies beside the weights."""
     tiny().save_pretrained(tmp_path / "m")
     program = f"""
@@ -373,7 +372,7 @@ for kind in ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassifica
     assert done.stdout.splitlines() == [f"nsa.hf.model NSA{kind}" for kind in kinds]
 
 
-def test_missing_extra() -> None:
+def test_missing_extra():
     program = "import sys\nsys.modules['transformers'] = None\nimport nsa.hf"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -386,7 +385,7 @@ def test_missing_extra() -> None:
 # mistakes
 
 
-def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit(tmp_path):
     tiny().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
@@ -430,12 +429,12 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         ({"attention_mask": torch.tensor([[0, 1]])}, r"must have the shape of input_ids \(1, 5\)"),
     ],
 )
-def test_refused_arguments(arguments: dict[str, Any], match: str) -> None:
+def test_refused_arguments(arguments, match):
     with pytest.raises(ValueError, match=match):
         tiny()(tokens(1, 5), **arguments)
 
 
-def test_refused_changes() -> None:
+def test_refused_changes():
     model = tiny()
     with pytest.raises(ValueError, match=f"the vocabulary must stay at the {VOCAB} tokens"):
         model.resize_token_embeddings(50)

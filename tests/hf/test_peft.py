@@ -50,7 +50,7 @@ def factors(adapters: Any, name: str) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_gradients_equal_those_of_the_merged_weights(kind: dict[str, Any]) -> None:
+def test_gradients_equal_those_of_the_merged_weights(kind):
     """The loss is that of W + 2 B A; dA = 2 B^T dW, dB = 2 dW A^T, and nothing else has one."""
     adapters, before, names = adapted(**kind)
     x = tokens(2, 60)
@@ -76,12 +76,12 @@ def test_gradients_equal_those_of_the_merged_weights(kind: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS[::2], ids=str)
-def test_generation_in_every_state(kind: dict[str, Any]) -> None:
+def test_generation_in_every_state(kind):
     """On, disabled, merged, unmerged and unloaded: with a cache the texts are those without one."""
     adapters, before, _ = adapted(**kind)
     batch = left_padded([tokens(50), tokens(23, seed=2)])
 
-    def texts(model: Any) -> Tensor:
+    def texts(model):
         found = model.generate(**batch, max_new_tokens=6, do_sample=False)
         plainly = model.generate(**batch, max_new_tokens=6, do_sample=False, use_cache=False)
         assert torch.equal(found, plainly)
@@ -105,7 +105,7 @@ def test_generation_in_every_state(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("method", "kind"), [("PromptTuningConfig", KINDS[0]), ("PromptEncoderConfig", KINDS[2])]
 )
-def test_generation_behind_a_soft_prompt(method: str, kind: dict[str, Any]) -> None:
+def test_generation_behind_a_soft_prompt(method, kind):
     """With a cache, texts are those without one."""
     model = model_of(**kind)
     sizes = {"token_dim": model.config.width, "num_attention_heads": 4, "num_layers": 2}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ pytest.importorskip("accelerate")
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("has_offsets", [True, False])  # otherwise positions that restart
-def test_a_few_steps(has_offsets: bool, tmp_path: Path) -> None:
+def test_a_few_steps(has_offsets, tmp_path):
     """The loss falls, with layers computed again; a checkpoint is what was trained."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 

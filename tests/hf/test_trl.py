@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.hf.tiny import tiny
@@ -18,7 +16,7 @@ for name in ("trl", "peft", "datasets"):
     ("kind", "has_adapters"),
     [(kind, kind in ("SFT checkpointed", "Reward", "GRPO")) for kind in KINDS if kind != "DPO"],
 )
-def test_five_steps(kind: str, has_adapters: bool, tmp_path: Path) -> None:
+def test_five_steps(kind, has_adapters, tmp_path):
     tiny(vocab_size=256).float().save_pretrained(tmp_path / "model")
     exported = tmp_path / "model"
     faults = train_by_trl(kind, exported, tmp_path, has_adapters=has_adapters, use_cpu=True)

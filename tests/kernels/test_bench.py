@@ -14,7 +14,7 @@ from nsa.bench.attention import PROVIDERS, Work, bench_attention
 from nsa.bench.cases import CASES, Point, make_tensors, parse_shape, prepare
 from nsa.bench.clock import Timing
 from nsa.bench.report import Results
-from nsa.ops._triton.tuning import Tile, TileKey, tiles_chosen_by
+from nsa.ops._triton.tuning import TileKey, tiles_chosen_by
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
@@ -69,7 +69,7 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
     for _ in range(4):
         work.run()
 
-    def choose(key: TileKey, tile: Tile) -> Tile:
+    def choose(key, tile):
         seen.add(key.kernel)
         return tile._replace(rows=16)
 

@@ -51,10 +51,10 @@ def check(case: Case, steps: Sequence[int] = ()) -> Decoded:
 
 
 @pytest.fixture
-def change(monkeypatch: pytest.MonkeyPatch) -> Any:
+def change(monkeypatch):
     """A function that changes constants of the launches, and drops the plans made with others."""
 
-    def set_all(**constants: Any) -> None:
+    def set_all(**constants):
         for plans in PLANS:
             plans.clear()
         for name, value in constants.items():

@@ -42,7 +42,7 @@ def test_steps():
 def test_linear(rows, width, columns):
     generator = torch.Generator().manual_seed(rows)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(shape, generator=generator)
 
     x, weight, gate = normal(rows, width), normal(columns, width) / 5, normal(columns, width) / 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -148,15 +147,15 @@ def test_nothing_is_read_before_the_other_stream_has_made_it(monkeypatch):
     """The index is made while lists are; the gathered kernels wait for both."""
     said: list[str] = []
 
-    def noting(name: str, function: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
+    def noting(name, function):
+        def call(*arguments, **named):
             said.append(name)
             return function(*arguments, **named)
 
         return call
 
     @contextmanager
-    def on_side(self: Streams) -> Iterator[None]:
+    def on_side(self):
         said.append("side")
         yield
         said.append("calling")
@@ -448,7 +447,7 @@ def test_the_rest_of_a_sequence(backend):
     x = torch.randn(70 + 45, 2, 16, generator=generator)
     weight = torch.randn(2, 8, 16, generator=generator)
 
-    def run(tokens: Tensor, lengths: list[int], starts: Tensor | None) -> tuple[Tensor, ...]:
+    def run(tokens, lengths, starts):
         leaves = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
         where = Sequences.packed(torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32))
         raw = Raw(leaves[0], PhiWeights(weight=leaves[1]), rope)

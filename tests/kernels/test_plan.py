@@ -52,7 +52,7 @@ def launcher() -> Any:
     return scale, made
 
 
-def test_the_second_call_uses_the_plan() -> None:
+def test_the_second_call_uses_the_plan():
     scale, made = launcher()
     for _ in range(3):
         x, other = torch.randn(4, 5), torch.randn(20)
@@ -75,8 +75,8 @@ def test_the_second_call_uses_the_plan() -> None:
     ids=["shape", "stride", "dtype", "number", "type", "list", "tensor for None", "alignment"],
 )
 def test_whatever_a_launch_may_depend_on_has_a_plan_of_its_own(
-    other: Callable[[Tensor], Any],
-) -> None:
+    other,
+):
     scale, made = launcher()
     x = torch.randn(4, 5)
     scale(x, [None], 0.5)
@@ -86,7 +86,7 @@ def test_whatever_a_launch_may_depend_on_has_a_plan_of_its_own(
     assert len(made) == 2
 
 
-def test_autocast_has_plans_of_its_own() -> None:
+def test_autocast_has_plans_of_its_own():
     scale, made = launcher()
     for dtype in (None, torch.bfloat16, torch.float16):
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_autocast_has_plans_of_its_own() -> None:
     assert len(made) == 3
 
 
-def test_hooks_and_a_search_for_tiles_see_every_launch() -> None:
+def test_hooks_and_a_search_for_tiles_see_every_launch():
     scale, made = launcher()
     scale(torch.randn(4, 5), [], 0.5)
     with tiles_chosen_by(lambda key, tile: tile):
@@ -111,11 +111,11 @@ def test_hooks_and_a_search_for_tiles_see_every_launch() -> None:
     assert len(made) == 3
 
 
-def test_a_call_that_fails_leaves_no_plan() -> None:
+def test_a_call_that_fails_leaves_no_plan():
     made: list[int] = []
 
     @planned
-    def fail(x: Tensor, times: int) -> int:
+    def fail(x, times):
         for number in range(2):
             once(lambda: made.append(number))  # noqa: B023
             if number < times and len(made) == 1:
@@ -128,13 +128,13 @@ def test_a_call_that_fails_leaves_no_plan() -> None:
     assert [fail(torch.ones(2), 1) for _ in range(2)] == [3, 3]
 
 
-def test_planned_functions_within_each_other() -> None:
+def test_planned_functions_within_each_other():
     @planned
-    def inner(x: Tensor) -> list[int]:
+    def inner(x):
         return [once(lambda: x.shape[0]), once(lambda: 2)]
 
     @planned
-    def outer(x: Tensor) -> list[int]:
+    def outer(x):
         return [once(lambda: 1), *inner(x[:2]), once(lambda: 3)]
 
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_planned_functions_within_each_other() -> None:
         assert inner(torch.ones(4)) == [4, 2]
 
 
-def test_plans_are_dropped_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_dropped_before_they_fill_the_memory(monkeypatch):
     monkeypatch.setattr(_plan, "MAX_PLANS", 4)
     scale, made = launcher()
     for number in range(1, 20):
@@ -152,11 +152,11 @@ def test_plans_are_dropped_before_they_fill_the_memory(monkeypatch: pytest.Monke
     assert len(made) == 19
 
 
-def test_a_descriptor_is_encoded_once_for_an_address() -> None:
+def test_a_descriptor_is_encoded_once_for_an_address():
     """Others than those of ``describe`` are encoded at each launch, as by Triton."""
     encoded: list[Any] = []
 
-    def encode(arg: Any, metadata: Any) -> list[Any]:
+    def encode(arg, metadata):
         encoded.append(arg)
         return [arg.base.data_ptr(), metadata]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def whole(model: LanguageModel) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_prompts_and_steps_equal_the_whole(changes: dict[str, Any]) -> None:
+def test_prompts_and_steps_equal_the_whole(changes):
     model = make(**changes)
     expected, prompts = whole(model), texts()
     decoder = Decoder(model, 3, max_tokens=max(LENGTHS) + sum(STEPS))
@@ -95,7 +95,7 @@ def test_prompts_and_steps_equal_the_whole(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "dense"}, MIXED], ids=str)
-def test_rejected_tokens_are_removed(changes: dict[str, Any]) -> None:
+def test_rejected_tokens_are_removed(changes):
     """Speculative decoding: 5 proposed tokens are rejected."""
     model = make(**changes)
     expected, prompts = whole(model), texts()
@@ -112,9 +112,7 @@ def test_rejected_tokens_are_removed(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("modes", [(True, False), (False, True)], ids=str)
-def test_inference_mode_may_begin_and_end_between_calls(
-    attention: str, modes: tuple[bool, bool]
-) -> None:
+def test_inference_mode_may_begin_and_end_between_calls(attention, modes):
     model, text = make(attention=attention), torch.tensor(texts()[0][:60])
     expected = model(text).detach()
     with torch.inference_mode(modes[0]):
@@ -132,16 +130,16 @@ def test_inference_mode_may_begin_and_end_between_calls(
     assert model(text).requires_grad
 
 
-def test_a_step_is_recorded_on_the_device_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_recorded_on_the_device_of_its_tokens(monkeypatch):
     """Stand-ins for CUDA. The graph reads memory that calls outside of inference mode may write."""
     decoder, entered = Decoder(make(), 1, max_tokens=20), list[object]()
     decoder.prefill([[1, 2, 3]])
 
-    def graph(graph: object, *, stream: object) -> nullcontext[None]:
+    def graph(graph, *, stream):
         entered.append(stream)
         return nullcontext()
 
-    def device(index: torch.device) -> nullcontext[None]:
+    def device(index):
         entered.append(index)
         return nullcontext()
 
@@ -159,14 +157,14 @@ def test_a_step_is_recorded_on_the_device_of_its_tokens(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("count", [5, 30])
-def test_a_step_that_raised_between_layers(count: int) -> None:
+def test_a_step_that_raised_between_layers(count):
     """Few tokens can be given again; many have overwritten the past of the first layer."""
     model, text = make(), torch.tensor(texts()[0][:80])
     rows, cache = torch.stack((text, text.flip(0))), model.new_cache(2, max_tokens=80)
     expected = model(rows).detach()
     step = rows[:, 40 : 40 + count]
 
-    def fail(*_: Any) -> NoReturn:
+    def fail(*_):
         raise RuntimeError("out of memory")
 
     model(rows[:, :40], cache=cache)
@@ -190,7 +188,7 @@ def test_a_step_that_raised_between_layers(count: int) -> None:
     torch.testing.assert_close(model(step, cache=cache), expected[:, 40 : 40 + count])
 
 
-def test_a_chunk_behind_a_prompt() -> None:
+def test_a_chunk_behind_a_prompt():
     """Sequences may go on at different times; one without new tokens stays as it is."""
     model = make()
     expected, prompts = whole(model), texts()
@@ -204,7 +202,7 @@ def test_a_chunk_behind_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 0), (3, 9)])
-def test_steps_of_another_shape(shape: tuple[int, ...]) -> None:
+def test_steps_of_another_shape(shape):
     decoder = Decoder(make(), 3, max_tokens=100)
     with pytest.raises(ValueError, match=r"^tokens must have shape \[3, 1 to 8\], got "):
         decoder.step(torch.zeros(shape, dtype=torch.int64))
@@ -220,13 +218,13 @@ def test_steps_of_another_shape(shape: tuple[int, ...]) -> None:
     [{"coarse_block_size": 32, "num_coarse_blocks": 4}, {"score_precision": "fp8"}],
     ids=str,
 )
-def test_steps_with_approximate_scores_are_not_captured(changes: dict[str, Any]) -> None:
+def test_steps_with_approximate_scores_are_not_captured(changes):
     """They run the operators of training, which are told lengths by the host."""
     assert Decoder(make(), 1, max_tokens=10)._is_captured
     assert not Decoder(make(**changes), 1, max_tokens=10)._is_captured
 
 
-def test_after_a_reset_the_weights_are_those_of_the_model() -> None:
+def test_after_a_reset_the_weights_are_those_of_the_model():
     model, text = make(), torch.arange(20)
     decoder = Decoder(model, 1, max_tokens=20)
     for _ in range(2):

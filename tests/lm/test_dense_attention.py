@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from unittest.mock import Mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +53,7 @@ def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     slack=st.one_of(st.none(), st.integers(0, 5)),
     seed=st.integers(0, 5),
 )
-def test_documents_of_any_length(lengths: list[int], slack: int | None, seed: int) -> None:
+def test_documents_of_any_length(lengths, slack, seed):
     lengths = lengths if sum(lengths) else [1]
     q, k, v = inputs(sum(lengths), seed)
     bound = None if slack is None else max(lengths) + slack
@@ -62,7 +61,7 @@ def test_documents_of_any_length(lengths: list[int], slack: int | None, seed: in
     torch.testing.assert_close(out, query_by_query(q, k, v, lengths), rtol=1e-10, atol=1e-12)
 
 
-def test_sequences_of_one_length_take_the_causal_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_one_length_take_the_causal_kernel(monkeypatch):
     attend = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     q, k, v = inputs(64)
@@ -74,7 +73,7 @@ def test_sequences_of_one_length_take_the_causal_kernel(monkeypatch: pytest.Monk
     assert different.numel() == 64 * 32
 
 
-def test_gradients_stay_inside_a_document() -> None:
+def test_gradients_stay_inside_a_document():
     q, k, v = inputs(40)
     causal_attention(q, k, v, offsets(13, 27), 30)[13:].sum().backward()
     for x in (q, k, v):
@@ -85,7 +84,7 @@ def test_gradients_stay_inside_a_document() -> None:
     assert v.grad[13:].abs().min() > 0
 
 
-def test_layer_written_out() -> None:
+def test_layer_written_out():
     torch.manual_seed(0)
     theta = 500.0
     config = small(rope_theta=theta)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ FOUR: dict[str, Any] = {"num_layers": 4, "layers": LAYERS}
 
 
 # --- the configuration ----------------------------------------------------------------------------
-def test_each_layer_has_its_changes() -> None:
+def test_each_layer_has_its_changes():
     model = make(**MIXED)
     kinds = [type(layer.attention).__name__ for layer in model.decoder_layers()]
     assert kinds == ["DenseAttention"] + 4 * ["NativeSparseAttention"]
@@ -63,7 +62,7 @@ def test_each_layer_has_its_changes() -> None:
     assert rows == [(), ((-1, 9, 3),), (), (), ((-1, 9, 3),)]
 
 
-def test_forms_of_the_changes(tmp_path: Path) -> None:
+def test_forms_of_the_changes(tmp_path):
     """A list, a mapping, YAML and the command line, whose values are words."""
     given: Any = {1: {"attention": "dense"}, "2": {"block_size": 32}, "3-3": WINDOW}
     config = LMConfig(num_layers=4, layers=given)
@@ -112,13 +111,13 @@ def test_forms_of_the_changes(tmp_path: Path) -> None:
         ("dense", "layers must be a list, or a mapping from layers to changes, got 'dense'."),
     ],
 )
-def test_mistakes_are_named(word: str, error: str) -> None:
+def test_mistakes_are_named(word, error):
     with pytest.raises(UserError, match=f"^model.{error}"):
         load_config(None, {"model.layers": word})
 
 
 # --- the model ------------------------------------------------------------------------------------
-def test_output_is_that_of_the_layers_one_by_one() -> None:
+def test_output_is_that_of_the_layers_one_by_one():
     """Modules that are made from patterns written out here, and softmax by hand."""
     model, x = make(**MIXED), torch.randint(40, (3, 90))
     block = {"block_size": 32, "compress_block_size": 16, "compress_stride": 8, "num_kv_heads": 4}
@@ -151,7 +150,7 @@ def sequences_of(x: torch.Tensor) -> Any:
     return Sequences(None, x.shape[0], x.shape[1], x.shape[1], x.device)
 
 
-def test_parameters_and_operations() -> None:
+def test_parameters_and_operations():
     config = dataclasses.replace(make(**MIXED).config, vocab_size=300)
     assert parameters_by_part(config) == LanguageModel(config).num_parameters()
     # embedding and norm multiply nothing; a layer's work is that of a model of such layers
@@ -162,7 +161,7 @@ def test_parameters_and_operations() -> None:
 
 
 # --- training -------------------------------------------------------------------------------------
-def test_a_mixed_model_learns_and_resumes(tmp_path: Path) -> None:
+def test_a_mixed_model_learns_and_resumes(tmp_path):
     """The loss falls, gradients reach every weight, and a resumed run ends with the same bits."""
     options: dict[str, Any] = {"model": FOUR, "checkpoint_every": 6, "steps": 12, "log_every": 1}
     whole = new_trainer(tmp_path, "whole", **options)
@@ -190,7 +189,7 @@ def test_a_mixed_model_learns_and_resumes(tmp_path: Path) -> None:
         resumed(tmp_path, "cut", **changed)
 
 
-def test_more_kinds_of_layers_than_graphs_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_kinds_of_layers_than_graphs_of_a_function(monkeypatch):
     """Layers are compiled one by one, and a function has few graphs unless it is allowed more."""
     layers = [{"attention": "dense", "num_heads": 2 * n + 2} for n in range(3)]
     loss = NextTokenLoss(make(num_layers=3, layers=layers))
@@ -206,7 +205,7 @@ def test_more_kinds_of_layers_than_graphs_of_a_function(monkeypatch: pytest.Monk
 
 
 # --- reports --------------------------------------------------------------------------------------
-def test_inspection_shows_the_sparse_layers(tmp_path: Path) -> None:
+def test_inspection_shows_the_sparse_layers(tmp_path):
     trainer = new_trainer(tmp_path, steps=1, model=FOUR)
     trainer.run()
     found = inspect_run(trainer.run_folder)
@@ -237,7 +236,7 @@ def test_inspection_shows_the_sparse_layers(tmp_path: Path) -> None:
 LAYERS_0_6_7 = "{0: {attention: dense}, 6-7: {attention: dense}}"
 
 
-def test_the_plan_of_a_mixed_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_mixed_model(capsys):
     words = ["plan", "78m", "--gpu", "h100", "--model.layers", LAYERS_0_6_7]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
@@ -260,7 +259,7 @@ def test_the_plan_of_a_mixed_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert [x["layers"] for x in found] == [[0], [6, 7], [1, 2, 3], [4, 5, 8, 9, 10, 11]]
 
 
-def test_the_benchmark_of_a_mixed_model(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_mixed_model(tmp_path):
     config = tiny_config(
         tmp_path, model={"num_layers": 9, "layers": {"5-8": {"attention": "dense"}}}
     )
@@ -279,7 +278,7 @@ def test_the_benchmark_of_a_mixed_model(tmp_path: Path) -> None:
     assert "select" in str(fault_of(config, ["flash_fwd_kernel", "range_fwd_kernel"], "fwd"))
 
 
-def test_llama_has_no_layers_of_their_own() -> None:
+def test_llama_has_no_layers_of_their_own():
     config = LMConfig(attention="dense", mlp="swiglu", layers={"0": {"attention": "nsa"}})
     with pytest.raises(UserError, match=r"model\.layers must be left out for Llama's layout"):
         llama_settings(config)

@@ -40,9 +40,7 @@ def tokens(*shape: int, vocab: int = 61, seed: int = 1) -> Tensor:
         ({"vocab_size": 50_257, "tie_head": True, "attention": "dense"}, 111_754_752, 0),
     ],
 )
-def test_parameters_of_the_78m_configuration(
-    changes: dict[str, Any], total: int, gates: int
-) -> None:
+def test_parameters_of_the_78m_configuration(changes, total, gates):
     with torch.device("meta"):
         model = LanguageModel(LMConfig(**changes))
     count = model.num_parameters()
@@ -53,7 +51,7 @@ def test_parameters_of_the_78m_configuration(
 
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 @pytest.mark.parametrize("mlp", ["silu", "swiglu"])
-def test_parameter_parts_by_hand(phi: Any, mlp: Any) -> None:
+def test_parameter_parts_by_hand(phi, mlp):
     model = make("nsa", mlp=mlp, nsa=dataclasses.replace(PATTERN, phi=phi))
     size, length = PATTERN.head_dim, PATTERN.compress_block_size
     linear = length * size
@@ -71,7 +69,7 @@ def test_parameter_parts_by_hand(phi: Any, mlp: Any) -> None:
     assert model.num_parameters() == {**expected, "total": sum(expected.values())}
 
 
-def test_mlp_formulas() -> None:
+def test_mlp_formulas():
     x = torch.randn(5, 32)
     plain, gated = MLP(SMALL), MLP(dataclasses.replace(SMALL, mlp="swiglu"))
     up = x @ plain.up_proj.weight.T
@@ -83,7 +81,7 @@ def test_mlp_formulas() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 130])
-def test_keys_per_query_counted_one_by_one(seq_len: int) -> None:
+def test_keys_per_query_counted_one_by_one(seq_len):
     p, total = PATTERN, 0
     for t in range(seq_len):
         starts = range(0, seq_len, p.compress_stride)
@@ -97,7 +95,7 @@ def test_keys_per_query_counted_one_by_one(seq_len: int) -> None:
     assert keys_per_query(dense, seq_len) == pytest.approx((seq_len + 1) / 2, rel=1e-12)
 
 
-def test_flops_of_a_token() -> None:
+def test_flops_of_a_token():
     model = make("dense")
     matrices = (
         sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.embedding.weight.numel()
@@ -109,7 +107,7 @@ def test_flops_of_a_token() -> None:
 
 
 @pytest.mark.parametrize("branches", [("win",), ("slc", "win"), ("cmp", "slc", "win")])
-def test_flops_of_scores_by_tokens(branches: Any) -> None:
+def test_flops_of_scores_by_tokens(branches):
     """2 D per layer, query head and key, in the forward pass alone."""
     pattern = dataclasses.replace(PATTERN, branches=branches, scores="token_max")
     config = make("nsa", nsa=pattern).config
@@ -129,9 +127,7 @@ def test_flops_of_scores_by_tokens(branches: Any) -> None:
     ("attention", "vocab", "width", "layers", "mlp"),
     [("nsa", 256, 128, 4, "silu"), ("dense", 256, 1024, 1, "swiglu"), ("nsa", 8192, 64, 1, "silu")],
 )
-def test_first_loss_is_that_of_a_uniform_guess(
-    attention: Any, tie_head: bool, vocab: int, width: int, layers: int, mlp: Any
-) -> None:
+def test_first_loss_is_that_of_a_uniform_guess(attention, tie_head, vocab, width, layers, mlp):
     torch.manual_seed(3)
     config = LMConfig(
         vocab_size=vocab,
@@ -151,7 +147,7 @@ def test_first_loss_is_that_of_a_uniform_guess(
 
 
 @ATTENTION
-def test_every_parameter_gets_a_gradient(attention: str) -> None:
+def test_every_parameter_gets_a_gradient(attention):
     model = make(attention)
     model(tokens(2, 5)).square().sum().backward()  # shorter than a compression block
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -161,7 +157,7 @@ def test_every_parameter_gets_a_gradient(attention: str) -> None:
 
 
 @pytest.mark.parametrize("branch", ["slc", "win"])
-def test_nsa_with_full_coverage_is_dense_attention(branch: Any) -> None:
+def test_nsa_with_full_coverage_is_dense_attention(branch):
     pattern = dataclasses.replace(
         PATTERN,
         branches=(branch,),
@@ -178,7 +174,7 @@ def test_nsa_with_full_coverage_is_dense_attention(branch: Any) -> None:
 
 
 @ATTENTION
-def test_packed_equals_separate_and_batch(attention: str) -> None:
+def test_packed_equals_separate_and_batch(attention):
     model = make(attention).double()
     lengths = (5, 1, 64, 0, 30)
     data = tokens(sum(lengths))
@@ -196,7 +192,7 @@ def test_packed_equals_separate_and_batch(attention: str) -> None:
 
 
 @ATTENTION
-def test_bf16_compute_over_fp32_parameters(attention: str) -> None:
+def test_bf16_compute_over_fp32_parameters(attention):
     model = make(attention)
     seen: dict[str, torch.dtype] = {}
     layer = model.decoder_layers()[0]

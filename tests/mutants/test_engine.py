@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ TEST = "from nsa.maths import half\n\n\ndef test_half():\n    assert half(4) == 
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     """A tree with one function that a test holds and one that none does."""
     for folder in ("nsa", "tests"):
         (tmp_path / folder).mkdir()

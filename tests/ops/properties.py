@@ -203,7 +203,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def setting(request: pytest.FixtureRequest) -> Setting:
+def setting(request):
     found: Setting = request.module.SETTING
     return found
 

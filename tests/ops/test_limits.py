@@ -21,7 +21,7 @@ from tests.ops.test_bad_input import LENGTH, good
 
 
 @pytest.fixture(autouse=True)
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_kernels(monkeypatch):
     monkeypatch.setattr(Launch, "__call__", lambda self, *args: None)
     monkeypatch.setattr("nsa.ops._backend.kernels_run_on_cpu", lambda: True)
 

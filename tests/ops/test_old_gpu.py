@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,11 +29,11 @@ T4 = f"must {RULE}, got Tesla T4 of 7.5."
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def asked(monkeypatch):
     """Devices whose capability PyTorch was asked for; all are of 7.5."""
     found: list[Any] = []
 
-    def get(index: Any) -> tuple[int, int]:
+    def get(index):
         found.append(index)
         return 7, 5
 
@@ -107,11 +106,11 @@ def test_a_compiled_function_refuses_it(monkeypatch, fullgraph):
     """While it is traced; on a GPU that will do, nothing of the check is left in the graph."""
     here, asked = (7, 5), []
 
-    def get(index: int) -> tuple[int, int]:
+    def get(index):
         asked.append(index)
         return here
 
-    def add(x: Tensor) -> Tensor:
+    def add(x):
         check_kernels_run("x", 0, "Do that.")
         return x + 1
 

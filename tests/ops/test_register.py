@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +17,17 @@ from nsa.ops.embedding import embed_backward_op, embed_op
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch):
     """The calls that reach a fake machine with two GPUs, of which the first is the current one."""
     said: list[str] = []
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
+    def device(index):
         said.append(f"device {index}")
         yield
         said.append(f"no longer {index}")
 
-    def current_device() -> int:
+    def current_device():
         said.append("current device")
         return 0
 
@@ -64,14 +63,14 @@ def test_the_device_before_comes_back_after_an_error(monkeypatch):
     entered: list[int] = []
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
+    def device(index):
         entered.append(index)
         try:
             yield
         finally:
             entered.pop()
 
-    def fail(x: torch.Tensor) -> None:
+    def fail(x):
         assert entered == [1]
         raise RuntimeError("out of memory")
 

@@ -165,7 +165,7 @@ class StreamModel(TorchDispatchMode):
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamModel]:
+def model(monkeypatch):
     yield StreamModel(monkeypatch)
     _side_stream.streams_of.cache_clear()
 
@@ -230,7 +230,7 @@ def test_the_model_finds_nothing_where_the_rules_are_kept(model):
 
 
 def test_an_error_leaves_nothing_behind_on_the_side(model):
-    def fail() -> None:
+    def fail():
         with model, _side_stream.fork_join(CUDA) as streams, streams.on_side():
             torch.zeros(3)
             raise RuntimeError("out of memory")
@@ -338,7 +338,7 @@ CALLS = {
 
 
 @pytest.fixture(params=[1 << 26, 1], ids=["one segment", "segments"])
-def segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def segments(request, monkeypatch):
     """Partial results above this size are kept in segments, with more memory of the side stream."""
     monkeypatch.setattr(triton_launch, "SMALL", request.param)
 

@@ -7,9 +7,7 @@ import json
 import random
 import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -59,7 +57,7 @@ def test_committed_rows_have_the_settings_of_their_experiments():
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lab(tmp_path, monkeypatch):
     """Folder with books and a tiny configuration, in which ``nsa`` runs in this process."""
     rng, texts = random.Random(0), tmp_path / "texts"
     texts.mkdir()
@@ -71,7 +69,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny = tiny_config(tmp_path, steps=4, log_every=1, eval_every=2, sample_tokens=4)
     (tmp_path / "tiny.yaml").write_text(to_yaml(tiny), encoding="utf-8")
 
-    def in_this_process(words: Sequence[str], out: Path, log: Path) -> int:
+    def in_this_process(words, out, log):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file, contextlib.chdir(out), contextlib.redirect_stdout(file):
             return cli.main([*words])
@@ -98,7 +96,7 @@ def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkey
     asked = list[list[str]]()
     run = evidence.nsa
 
-    def noted(words: list[str], out: Path, log: Path) -> int:
+    def noted(words, out, log):
         asked.append(words)
         return run(words, out, log)
 

@@ -68,7 +68,7 @@ def pins(name: str) -> dict[str, str]:
 def test_locks_have_what_the_project_requires():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-    def required(*extras: str) -> set[str]:
+    def required(*extras):
         optional = project["optional-dependencies"]
         texts = [*project["dependencies"], *(text for extra in extras for text in optional[extra])]
         names = {re.split(r"[=<>;]", text)[0] for text in texts if not text.startswith("nsa[")}

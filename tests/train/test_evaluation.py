@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.lm.model import LanguageModel
-from nsa.train.data import IGNORED_TARGET, Batch, TextSource, validation_batches
+from nsa.train.data import IGNORED_TARGET, TextSource, validation_batches
 from nsa.train.data.synthetic import SyntheticSource
 from nsa.train.evaluation import (
     Measurement,
@@ -44,7 +44,7 @@ def source(token_bytes: int = 1, sizes: Sequence[int] = (40, 3, 90, 200, 61)) ->
     return TextSource(documents, 0, spelled)
 
 
-def test_uniform_model_needs_eight_bits() -> None:
+def test_uniform_model_needs_eight_bits():
     """Separators have to be predicted but spell nothing; bytes count and not tokens."""
     model = make_model()
     with torch.no_grad():
@@ -60,12 +60,12 @@ def test_uniform_model_needs_eight_bits() -> None:
     assert three["bits_per_byte"] == pytest.approx(one["bits_per_byte"] / 3, rel=1e-12)
 
 
-def test_leaves_no_trace() -> None:
+def test_leaves_no_trace():
     """Not even when it fails."""
     model, modes = make_model().train(), []
     model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
 
-    def failing() -> Iterator[Batch]:
+    def failing():
         yield from validation_batches(source(), 64, 2, 4, document_mask=True)
         raise RuntimeError("no more")
 
@@ -79,7 +79,7 @@ def test_leaves_no_trace() -> None:
 # --- by document and by position ------------------------------------------------------------------
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: bool) -> None:
+def test_sums_are_those_of_each_target_by_itself(attention, document_mask):
     """Sequence by sequence without packing; at another length than any in training, too."""
     model, text, seq_len = make_model(attention).double(), source(2), 96
     tokens = text.tokens.astype(np.int64)
@@ -107,7 +107,7 @@ def test_sums_are_those_of_each_target_by_itself(attention: str, document_mask: 
     assert found.figures() == pytest.approx(evaluate(loss, batches), rel=1e-10)
 
 
-def test_sequences_of_a_task_count_as_documents() -> None:
+def test_sequences_of_a_task_count_as_documents():
     text = SplitSequences(SyntheticSource("copy", "validation", 1), 16, document_mask=True)
     result = measure(NextTokenLoss(make_model()), text, 2, 3)
     assert result.documents[:, 1].nonzero()[0].tolist() == [0, len(text) // 3, 8192 // 3]
@@ -115,7 +115,7 @@ def test_sequences_of_a_task_count_as_documents() -> None:
 
 
 @given(st.integers(1, 70), st.data())
-def test_bins_contain_each_position_once(seq_len: int, data: st.DataObject) -> None:
+def test_bins_contain_each_position_once(seq_len, data):
     """1, 2 to 3, 4 to 7 and so on, in tokens of context; bins without targets are left out."""
     counts = data.draw(st.lists(st.integers(0, 3), min_size=seq_len, max_size=seq_len))
     sums = np.array([[0.5 * n * (p + 1), n, 2 * n] for p, n in enumerate(counts)])
@@ -138,7 +138,7 @@ def of_documents(bits: np.ndarray, num_bytes: np.ndarray) -> Measurement:
     return Measurement(sums, np.zeros((1, 3)))
 
 
-def test_interval_is_that_of_paired_differences() -> None:
+def test_interval_is_that_of_paired_differences():
     """Documents differ far more than models: 1.96 standard errors of the mean difference."""
     rng, number = np.random.default_rng(0), 400
     sizes = np.full(number, 100.0)
@@ -152,7 +152,7 @@ def test_interval_is_that_of_paired_differences() -> None:
     assert found["num_documents"] == number
 
 
-def test_documents_weigh_by_their_bytes() -> None:
+def test_documents_weigh_by_their_bytes():
     """A model that is worse by the same in every byte is so in every draw."""
     sizes = np.array([1.0, 10, 100, 1000, 0])  # nothing of the last one was measured
     bits = 3 * sizes
@@ -162,7 +162,7 @@ def test_documents_weigh_by_their_bytes() -> None:
     assert found["num_documents"] == 4
 
 
-def test_seeds_have_an_interval_of_their_own() -> None:
+def test_seeds_have_an_interval_of_their_own():
     """Student's t over the pairs, whose documents all have the same difference."""
     sizes = np.full(50, 10.0)
     second = [of_documents(np.full(50, 20.0), sizes)] * 3
@@ -180,7 +180,7 @@ def test_seeds_have_an_interval_of_their_own() -> None:
     )
 
 
-def test_equal_seeds_leave_the_documents() -> None:
+def test_equal_seeds_leave_the_documents():
     sizes = np.full(40, 10.0)
     first = [of_documents(np.random.default_rng(0).normal(0, 1, 40), sizes)] * 3
     found = paired_difference(first, [of_documents(np.zeros(40), sizes)] * 3)
@@ -190,7 +190,7 @@ def test_equal_seeds_leave_the_documents() -> None:
 
 
 @pytest.mark.parametrize("freedom", [1, 1.5, 9, 9.5, 40])
-def test_student_t(freedom: float) -> None:
+def test_student_t(freedom):
     """The distribution beyond the quantile, integrated over reciprocals."""
     factor = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
     u = np.linspace(1e-9, 1 / student_t(freedom), 100_001)
@@ -198,7 +198,7 @@ def test_student_t(freedom: float) -> None:
     assert 0.0235 < np.trapezoid(density, u) < 0.0255
 
 
-def test_what_cannot_be_compared() -> None:
+def test_what_cannot_be_compared():
     two, other = of_documents(np.ones(2), np.ones(2)), of_documents(np.ones(2), np.arange(2.0))
     with pytest.raises(ValueError, match="second must have the targets of the first in each doc"):
         paired_difference([two], [other])
@@ -218,9 +218,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max
 
 
 @given(DOCUMENTS, st.integers(1, 12), st.integers(1, 3))
-def test_rolling_sequences_predict_each_token_once(
-    documents: list[list[int]], seq_len: int, micro_batch: int
-) -> None:
+def test_rolling_sequences_predict_each_token_once(documents, seq_len, micro_batch):
     """In order, from as many tokens of its document as fit, the first one from the separator."""
     spelled = np.append(0, np.full(255, 2))
     source = TextSource([np.array([*text, 0]) for text in documents], 0, spelled)
@@ -247,7 +245,7 @@ def test_rolling_sequences_predict_each_token_once(
 
 # --- passages to repeat ---------------------------------------------------------------------------
 @given(st.integers(4, 40), st.data())
-def test_the_end_of_a_sequence_repeats_earlier_tokens(seq_len: int, data: st.DataObject) -> None:
+def test_the_end_of_a_sequence_repeats_earlier_tokens(seq_len, data):
     """Sequences are those of the text without the end of a document."""
     sizes = data.draw(st.lists(st.integers(2, 150), min_size=1, max_size=4))
     length = data.draw(st.integers(2, seq_len // 2))
@@ -271,7 +269,7 @@ def test_the_end_of_a_sequence_repeats_earlier_tokens(seq_len: int, data: st.Dat
         )
 
 
-def test_figures_of_the_repetition_and_the_first_occurrence() -> None:
+def test_figures_of_the_repetition_and_the_first_occurrence():
     """Of hand-made sums: each of 2 targets in row p costs p + 1 nats, and one spells nothing."""
     passages = repeated_passages(source(sizes=[99]), 32, 8)[1]
     rows = np.array([[2 * (p + 1), 2, 1] for p in range(32)], dtype=np.float64)
@@ -287,8 +285,8 @@ def test_figures_of_the_repetition_and_the_first_occurrence() -> None:
     }
 
 
-def test_distances_double_up_to_the_whole_sequence() -> None:
-    def distances(seq_len: int, length: int) -> list[int]:
+def test_distances_double_up_to_the_whole_sequence():
+    def distances(seq_len, length):
         measured = Measurement(np.zeros((1, 3)), np.ones((seq_len, 3)))
         found = repeated_passages(source(sizes=[999]), seq_len, length)
         return [int(one.figures(measured)["distance"]) for one in found]
@@ -309,6 +307,6 @@ def test_distances_double_up_to_the_whole_sequence() -> None:
         (source(sizes=[19] * 9), 8, "no document of the text has a whole sequence of 32 tokens"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(text: TextSource, length: int, rule: str) -> None:
+def test_what_cannot_be_repeated_is_refused(text, length, rule):
     with pytest.raises(ValueError, match=rule):
         repeated_passages(text, 32, length)

@@ -48,7 +48,7 @@ def without_cache(model: LanguageModel, prompt: str, count: int) -> bytes:
 
 
 @ATTENTION
-def test_greedy_is_the_likeliest_token_each_time(attention: str) -> None:
+def test_greedy_is_the_likeliest_token_each_time(attention):
     model = make_model(attention)
     found = complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, sampling=GREEDY)
     assert found == [without_cache(model, prompt, 40) for prompt in PROMPTS]
@@ -58,7 +58,7 @@ def test_greedy_is_the_likeliest_token_each_time(attention: str) -> None:
 
 
 @ATTENTION
-def test_batch_equals_its_prompts(attention: str) -> None:
+def test_batch_equals_its_prompts(attention):
     model = make_model(attention)
     together = complete(model, TOKENIZER, PROMPTS, max_new_tokens=30, seed=5)
     for index, prompt in enumerate(PROMPTS):
@@ -66,7 +66,7 @@ def test_batch_equals_its_prompts(attention: str) -> None:
         assert alone == [together[index]]
 
 
-def test_separator_ends_one_text_and_not_the_others() -> None:
+def test_separator_ends_one_text_and_not_the_others():
     model = make_model()
     # The head now answers the hidden state after some steps of the first prompt's text with the
     # separator.
@@ -100,7 +100,7 @@ def make_speller() -> LanguageModel:
     return model
 
 
-def test_a_stop_string_ends_a_text_before_it_and_not_the_others() -> None:
+def test_a_stop_string_ends_a_text_before_it_and_not_the_others():
     """Bytes are tokens here, so the string comes with several of them."""
     model, prompts, count = make_speller(), PROMPTS[:2], 3
     first, second = complete(model, TOKENIZER, prompts, max_new_tokens=20)
@@ -115,7 +115,7 @@ def test_a_stop_string_ends_a_text_before_it_and_not_the_others() -> None:
     assert all(piece[0] == b"" for piece in pieces[start + count - 1 :])
 
 
-def test_what_may_have_become_a_stop_string_comes_with_the_end() -> None:
+def test_what_may_have_become_a_stop_string_comes_with_the_end():
     model, prompts = make_speller(), PROMPTS[:1]
     (text,) = complete(model, TOKENIZER, prompts, max_new_tokens=20)
     start = next(i for i in range(10, 19) if text.find(text[i : i + 1]) == i)
@@ -129,7 +129,7 @@ def test_what_may_have_become_a_stop_string_comes_with_the_end() -> None:
 # --- what a generation says -----------------------------------------------------------------------
 
 
-def test_penalty_counts_prompt_and_continuation() -> None:
+def test_penalty_counts_prompt_and_continuation():
     """One so large that no token comes twice while others are left."""
     model = make_model()
     sampling = Sampling(temperature=0, repetition_penalty=1e9)
@@ -138,7 +138,7 @@ def test_penalty_counts_prompt_and_continuation() -> None:
     assert not set(text) & set(b"abc")
 
 
-def test_tokens_and_speed_are_those_of_the_run() -> None:
+def test_tokens_and_speed_are_those_of_the_run():
     prompts = ["ab", "cdef"]
     found = Generation(make_model(), TOKENIZER, prompts, max_new_tokens=5, sampling=GREEDY)
     for tokens, prompt, pieces in zip(found.tokens, prompts, zip(*found, strict=True), strict=True):
@@ -151,7 +151,7 @@ def test_tokens_and_speed_are_those_of_the_run() -> None:
     assert (speed + Speed(0, 0.0, 3, 2.0)).line() == f"{prefill}; {decode}"
 
 
-def test_a_diverged_model_says_so() -> None:
+def test_a_diverged_model_says_so():
     model = make_model()
     with torch.no_grad():
         model.norm.weight[3] = torch.nan
@@ -171,9 +171,7 @@ def test_a_diverged_model_says_so() -> None:
         ({"stop": ["\udcff"]}, "stop must be valid UTF-8"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_runs(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_bad_settings_are_refused_before_anything_runs(settings, message):
     with pytest.raises(ValueError, match=message):
         Generation(make_model(), TOKENIZER, **{"prompts": ["x"], "max_new_tokens": 1, **settings})
 
@@ -206,19 +204,17 @@ def frequencies(sampling: Sampling, logits: Tensor, seen: Tensor | None = None) 
         (Sampling(temperature=0.5, min_p=0.2), [0.8, 0, 0, 0.2]),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_should(
-    sampling: Sampling, expected: list[float]
-) -> None:
+def test_tokens_are_drawn_as_often_as_they_should(sampling, expected):
     assert frequencies(sampling, LOGITS) == pytest.approx(expected, abs=2e-4)
 
 
-def test_equal_tokens_at_the_edge_of_top_k_all_stay() -> None:
+def test_equal_tokens_at_the_edge_of_top_k_all_stay():
     logits = torch.tensor([0.0, 1.0, 0.0, -1.0])
     kept = torch.tensor([0.0, 1.0, 0.0, -torch.inf]).softmax(0)
     assert frequencies(Sampling(top_k=2), logits) == pytest.approx(kept.tolist(), abs=2e-4)
 
 
-def test_penalty_divides_logits_above_zero_and_multiplies_those_below() -> None:
+def test_penalty_divides_logits_above_zero_and_multiplies_those_below():
     logits, seen = torch.tensor([2.0, -1.0, 1.5, -0.5]), torch.tensor([True, True, False, False])
     penalised = torch.tensor([2 / 1.25, -1 * 1.25, 1.5, -0.5])
     sampling = Sampling(repetition_penalty=1.25)
@@ -233,7 +229,7 @@ SAMPLINGS = (Sampling(), Sampling(0.7, top_k=9, top_p=0.9, min_p=0.01, repetitio
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_row_does_not_depend_on_its_neighbours(sampling: Sampling) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(sampling):
     torch.manual_seed(0)
     logits, seen = torch.randn(5, 300) * 3, torch.rand(5, 300) < 0.2
     uniform = next(uniform_numbers([*range(5)], CPU))
@@ -246,7 +242,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_largest_number_draws_a_possible_token(sampling: Sampling) -> None:
+def test_the_largest_number_draws_a_possible_token(sampling):
     logits = torch.full((1, 50), -3e4)
     logits[0, :3] = torch.tensor([0.1, 0.3, 0.2])
     below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
@@ -255,7 +251,7 @@ def test_the_largest_number_draws_a_possible_token(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=0)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_not_finite_are_marked(sampling: Sampling, value: float) -> None:
+def test_logits_that_are_not_finite_are_marked(sampling, value):
     logits = torch.zeros(3, 8)
     logits[1, 4] = value
     drawn = sampling.draw(logits, torch.full((3,), 0.5, dtype=torch.float64)).tolist()
@@ -264,7 +260,7 @@ def test_logits_that_are_not_finite_are_marked(sampling: Sampling, value: float)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=0)])
-def test_a_gpu_draws_the_same_without_waiting(sampling: Sampling) -> None:
+def test_a_gpu_draws_the_same_without_waiting(sampling):
     torch.manual_seed(0)
     given = (
         torch.randn(5, 300) * 3,
@@ -283,7 +279,7 @@ def test_a_gpu_draws_the_same_without_waiting(sampling: Sampling) -> None:
     assert drawn.tolist() == sampling.draw(*given).tolist()
 
 
-def test_numbers_follow_from_the_own_seed() -> None:
+def test_numbers_follow_from_the_own_seed():
     several = list(itertools.islice(uniform_numbers([4, 7], CPU), 150))
     one = list(itertools.islice(uniform_numbers([7], CPU), 150))
     assert [float(row[1]) for row in several] == [float(row[0]) for row in one]
@@ -301,7 +297,7 @@ def test_numbers_follow_from_the_own_seed() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive, got 0.0"),
     ],
 )
-def test_values_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
 
@@ -325,7 +321,7 @@ def expected_text(text: bytes, strings: Sequence[bytes]) -> tuple[bytes, bool]:
         ("ends with EN", ["END"]),
     ],
 )
-def test_the_end_does_not_depend_on_how_a_text_is_divided(text: str, strings: list[str]) -> None:
+def test_the_end_does_not_depend_on_how_a_text_is_divided(text, strings):
     content, stops = text.encode(), [string.encode() for string in strings]
     expected, ends = expected_text(content, stops)
     cuts = range(1, len(content))

@@ -78,13 +78,11 @@ runs = st.builds(
 
 @settings(max_examples=60)
 @given(config=runs)
-def test_written_configuration_reads_back_equal(
-    config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_written_configuration_reads_back_equal(config, tmp_path_factory):
     assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config
 
 
-def test_every_setting_is_written_described_and_an_option() -> None:
+def test_every_setting_is_written_described_and_an_option():
     known = {setting.name: setting for setting in load.settings()}
     assert all(setting.help.endswith(".") and len(setting.help) > 10 for setting in known.values())
     config = TrainConfig(model=LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling())))
@@ -99,7 +97,7 @@ def test_every_setting_is_written_described_and_an_option() -> None:
     assert load_config() == TrainConfig()
 
 
-def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path) -> None:
+def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path):
     """And not YAML 1.1: false, text, a number of seconds, eight."""
     for text, value in (("3e-4", 3e-4), ("1", 1.0), ("1_000.5", 1000.5), ("+2.", 2.0)):
         from_file = load_config(file_with(tmp_path, f"optim: {{lr: {text}}}"))
@@ -118,7 +116,7 @@ def test_the_type_of_a_setting_decides_what_a_word_means(tmp_path: Path) -> None
 # --- overrides ------------------------------------------------------------------------------------
 
 
-def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path):
     path = file_with(tmp_path, "micro_batch: 8\ndata: {source: folder}\n")
     assert "global_batch" in refusal(path, **{"data.path": "x"})
     assert "data.path" in refusal(path, global_batch="16")
@@ -129,7 +127,7 @@ def test_overrides_win_over_the_file_and_come_before_its_checks(tmp_path: Path) 
     assert load_config(None, heads).model.nsa.num_kv_heads == 9
 
 
-def test_a_section_that_may_be_null(tmp_path: Path) -> None:
+def test_a_section_that_may_be_null(tmp_path):
     path = file_with(tmp_path, "model: {nsa: {rope_scaling: {kind: yarn, factor: 4}}}")
     assert load_config(path).model.nsa.rope_scaling == RopeScaling("yarn", 4.0)
     assert load_config(path, {"model.nsa.rope_scaling": "null"}).model.nsa.rope_scaling is None
@@ -177,7 +175,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_bad_files_name_the_setting_and_the_rule(tmp_path: Path, text: str) -> None:
+def test_bad_files_name_the_setting_and_the_rule(tmp_path, text):
     path = file_with(tmp_path, text)
     assert refusal(path) == REFUSED[text].replace("{path}", str(path))
 
@@ -196,11 +194,11 @@ def test_bad_files_name_the_setting_and_the_rule(tmp_path: Path, text: str) -> N
         ("steps", "1000000001", "steps must be at most 1,000,000,000, got 1000000001."),
     ],
 )
-def test_bad_overrides_name_the_setting(name: str, value: str, words: str) -> None:
+def test_bad_overrides_name_the_setting(name, value, words):
     assert refusal(None, **{name: value}) == words
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path):
     file_with(tmp_path, "")
     assert f"The nearest is {tmp_path / 'run.yaml'}." in refusal(tmp_path / "runn.yaml")
     assert "YAML file that exists" in refusal(tmp_path / "quite" / "elsewhere.yaml")

@@ -24,10 +24,10 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path):
     """Writes a file of a model of so many nats in each of two documents."""
 
-    def made(name: str, nats: float, targets: float = 8, **about: Any) -> Path:
+    def made(name, nats, targets=8, **about):
         path = tmp_path / name
         documents = np.array([[nats, targets, 8], [2 * nats, 9, 9]])
         positions = np.array([[nats, 17, 17]] * 4)
@@ -43,12 +43,12 @@ def refused(first: list[Path], second: list[Path]) -> str:
     return str(found.value)
 
 
-def test_what_differs_is_named_with_the_files(write: Write) -> None:
+def test_what_differs_is_named_with_the_files(write):
     a, b = write("a.npz", 5, split="test"), write("b.npz", 6, 7, split="validation")
     assert refused([a], [b]) == f"{b} must have the split of {a} (test), got validation."
 
 
-def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write: Write) -> None:
+def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write):
     """The second differs from the third, although the first says nothing."""
     new: dict[str, Any] = {"document_mask": False, "text_sha256": "abc", "seed": 1}
     old, now = write("old.npz", 5), write("now.npz", 6, **new)
@@ -60,7 +60,7 @@ def test_files_of_an_earlier_version_are_compared_as_far_as_they_say(write: Writ
     assert f"{less} must have the targets of {old} in each document" in refused([old], [less])
 
 
-def test_committed_files_can_be_compared() -> None:
+def test_committed_files_can_be_compared():
     folder = ROOT / "benchmarks/quality"
     found = compare([folder / "90m/nsa-test.npz"], [folder / "90m/dense-test.npz"])
     assert found["num_documents"] > 1
@@ -70,15 +70,13 @@ def test_committed_files_can_be_compared() -> None:
         load_measurement("FILES", path)
 
 
-def test_several_pairs(write: Write) -> None:
+def test_several_pairs(write):
     a, b, c, d = (write(f"{name}.npz", 5 + number) for number, name in enumerate("abcd"))
     assert len(compare([a, b], [c, d])["differences"]) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06"])
-def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(
-    tmp_path: Path, write: Write, content: bytes
-) -> None:
+def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(tmp_path, write, content):
     path = tmp_path / "other.npz"
     path.write_bytes(content)
     said = refused([path], [write("a.npz", 5)])

@@ -129,7 +129,7 @@ ms per step   share    calls  stage                                   operator, 
 """
 
 
-def test_steps_on_a_gpu() -> None:
+def test_steps_on_a_gpu():
     table = stage_table(parse_trace(steps_on_a_gpu(3).records))
     assert table_text({**table, "unprofiled_step_ms": 0.09}) == GOLDEN
     assert (table["device"], table["steps"]) == ("gpu", 2)
@@ -140,13 +140,13 @@ def test_steps_on_a_gpu() -> None:
     assert kernels_text(table, 1).count("\n") == 2
 
 
-def test_a_single_step_ends_with_its_last_kernel_or_its_host() -> None:
+def test_a_single_step_ends_with_its_last_kernel_or_its_host():
     table = stage_table(parse_trace(steps_on_a_gpu(1).records))
     assert (table["steps"], table["step_ms"]) == (1, pytest.approx(0.086))
     assert sum(row["total_ms"] for row in table["stages"]) == pytest.approx(0.086)
 
 
-def test_steps_on_a_cpu_are_divided_by_ranges() -> None:
+def test_steps_on_a_cpu_are_divided_by_ranges():
     hand = HandMade()
     for step in range(2):
         hand.origin = 100.0 * step
@@ -167,7 +167,7 @@ def test_steps_on_a_cpu_are_divided_by_ranges() -> None:
 DECODING = ("decode_", "linear_")
 
 
-def test_every_kernel_of_the_package_has_a_stage() -> None:
+def test_every_kernel_of_the_package_has_a_stage():
     found = set()
     for path in Path(nsa.ops.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -203,7 +203,7 @@ def test_a_kernel_finds_its_stage_by_its_name(name: str, stage: str) -> None:
     assert stage_of_kernel(Event(name, 0, 1), []) == stage
 
 
-def test_memory_of_modules() -> None:
+def test_memory_of_modules():
     hand = HandMade()
     hand.mark(MODULE + "layer", 1, 40)
     hand.mark(MODULE + "layer.mlp", 10, 30)
@@ -233,11 +233,11 @@ def profile(tmp_path: Path, *words: str, **changes: Any) -> tuple[int, Path]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_run_is_recorded(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    compiled: bool,
-) -> None:
+    tmp_path,
+    capsys,
+    monkeypatch,
+    compiled,
+):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = {"num_layers": 1, "attention": "dense" if compiled else "nsa"}  # quick to trace
     code, run = profile(tmp_path, *SHORT, compile=compiled, model=model)
@@ -276,21 +276,17 @@ def test_a_run_is_recorded(
         ("--active 19 --memory", "--steps must be at least 41 for this profile, got 40"),
     ],
 )
-def test_what_cannot_be_recorded(
-    tmp_path: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_recorded(tmp_path, words, message, capsys):
     code, run = profile(tmp_path, *words.split())
     assert code == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
 
 
-def test_a_run_that_is_stopped_has_no_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_stopped_has_no_profile(tmp_path, monkeypatch, capsys):
     real = Trainer.train_step
 
-    def step(trainer: Trainer, *given: Any) -> torch.Tensor:
+    def step(trainer, *given):
         os.kill(os.getpid(), signal.SIGTERM)
         return real(trainer, *given)
 
@@ -301,17 +297,17 @@ def test_a_run_that_is_stopped_has_no_profile(
     assert not list((run / "profile").iterdir())
 
 
-def test_stages_cost_nothing_without_a_listener() -> None:
+def test_stages_cost_nothing_without_a_listener():
     assert stages.stage(stages.MLP) is stages.stage(stages.GATES)
     assert isinstance(stages.stage(stages.MLP), nullcontext)
     heard = []
 
     @stages.in_stage(stages.LOSS)
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x):
         with stages.stage(stages.GATES):
             return x + 1
 
-    def listen(name: str) -> nullcontext[None]:
+    def listen(name):
         heard.append(name)
         return nullcontext()
 

@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +41,12 @@ def interrupt(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("source") / "set", "parquet", TEXTS)
 
 
 @pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
     prepare(config_of(source), out)
     return out
@@ -122,7 +121,7 @@ def test_interrupted_preparation_continues(tmp_path, monkeypatch, max_tokens):
     for attempt in itertools.count():
         batches = itertools.count(attempt % 2)
 
-        def interrupt_later(line: str, batches: Iterator[int] = batches) -> None:
+        def interrupt_later(line, batches=batches):
             if next(batches) == 1:
                 raise _InterruptedError
 

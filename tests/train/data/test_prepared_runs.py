@@ -33,7 +33,7 @@ TEXTS = make_texts(400, longest=40)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("source") / "set", "jsonl", TEXTS)
 
 
@@ -44,7 +44,7 @@ def make_shards(source: Path, out: Path, tokenizer: Any = "byte", **changes: Any
 
 
 @pytest.fixture(scope="module")
-def shards(source: Path, tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+def shards(source, tmp_path_factory):
     return make_shards(source, tmp_path_factory.mktemp("shards") / "out")
 
 

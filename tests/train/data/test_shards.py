@@ -40,7 +40,7 @@ def write(writer: ShardWriter, documents: list[np.ndarray]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Prepared data without a preparation: byte tokens, no test split."""
     texts = {"train": [b"%d " % i * (1 + i % 9) for i in range(50)], "validation": [b"text"] * 9}
     folder, sides = tmp_path / "set", {}
@@ -124,7 +124,7 @@ def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch, 
         open_shards(folder)
     path.write_bytes(raw)
 
-    def refuse(path: Path, text: bytes) -> None:
+    def refuse(path, text):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(shards_module, "replace_text", refuse)

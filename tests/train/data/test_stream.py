@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ Open = Callable[[], StreamSource]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("source") / "set", "jsonl", TEXTS)
 
 
@@ -44,11 +44,11 @@ def config_of(source: Path, wanted: int = 1) -> DataConfig:
 
 
 @pytest.fixture
-def stream(source: Path) -> Iterator[Open]:
+def stream(source):
     """Makes streams, and closes them after the test."""
     made: list[StreamSource] = []
 
-    def open_stream() -> StreamSource:
+    def open_stream():
         made.append(StreamSource(Origin(str(source)), ByteTokenizer(), config_of(source)))
         return made[-1]
 

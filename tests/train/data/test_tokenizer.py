@@ -57,7 +57,7 @@ MAKERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.fixture(scope="module", params=MAKERS)
-def made(request: pytest.FixtureRequest) -> Tokenizer:
+def made(request):
     """A tokenizer of each kind."""
     return MAKERS[request.param]()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +34,7 @@ def kernels(config: TrainConfig, lengths: tuple[int, ...] = ()) -> Counter[str]:
     return Counter(kernel.fn.__name__ for kernel, *_ in launches_of(run, "NVIDIA H200", (9, 0)))
 
 
-def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
+def test_launches_are_those_of_forward_and_backward(tmp_path):
     found = kernels(tiny_config(tmp_path, telemetry=True))
     # Keys and values are compressed with and without rotation; window and compressed branch share
     # kernels.
@@ -47,7 +46,7 @@ def test_launches_are_those_of_forward_and_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_launches_of_a_generation(tmp_path: Path, attention: str) -> None:
+def test_launches_of_a_generation(tmp_path, attention):
     config = tiny_config(tmp_path, model={"attention": attention})
     for lengths in ((40,), (3, 3), (30, 9)):
         found = kernels(config, lengths)
@@ -58,7 +57,7 @@ def test_launches_of_a_generation(tmp_path: Path, attention: str) -> None:
 
 
 @pytest.fixture
-def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def absent(tmp_path, monkeypatch):
     """A GPU that is not there, and a cache of its own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
@@ -69,7 +68,7 @@ def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_all_are_compiled(absent: Path, tmp_path: Path) -> None:
+def test_all_are_compiled(absent, tmp_path):
     config = tiny_config(tmp_path, model={"attention": "dense"})
     before = torch.get_rng_state()
     compiling = KernelsAhead(lambda: run_step(config), CUDA)
@@ -80,10 +79,8 @@ def test_all_are_compiled(absent: Path, tmp_path: Path) -> None:
     assert found == {"heads_kernel", "sum_rows_kernel"}
 
 
-def test_a_failure_is_reported(
-    absent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_failure_is_reported(absent, tmp_path, monkeypatch, caplog):
+    def fail(*_):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(ahead, "_compile", fail)

@@ -19,14 +19,14 @@ from tests.train.runs.cases import resumed_run
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def sound(tmp_path_factory):
     """A run that was stopped and resumed twice from step 6, so that rows were set aside."""
     folder = tmp_path_factory.mktemp("sound")
     config = tiny_config(folder, steps=12, log_every=2, eval_every=5, checkpoint_every=100)
     return resumed_run(folder / "run", config, times=2)
 
 
-def test_sound_run_agrees(sound: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_run_agrees(sound, capsys):
     (summary,), found = check_run(sound)
     assert found == []
     assert summary.startswith("7 rows, steps 2 to 12, 3,072 tokens, ")
@@ -41,7 +41,7 @@ def event_files(folder: RunFolder) -> list[Path]:
     return sorted(folder.tensorboard.iterdir(), key=lambda path: int(path.name.split(".")[-1]))
 
 
-def test_resumptions_within_one_second(tmp_path: Path, sound: RunFolder) -> None:
+def test_resumptions_within_one_second(tmp_path, sound):
     """The names of their event files differ in the writer's number alone."""
     folder = RunFolder(shutil.copytree(sound.path, tmp_path / "run"))
     for number, path in enumerate(event_files(folder), start=9):
@@ -99,16 +99,14 @@ def row(where: int, /, **values: object) -> Callable[[RunFolder], None]:
         ),
     ],
 )
-def test_disagreement_is_found(
-    tmp_path: Path, sound: RunFolder, change: Callable[[RunFolder], None], answer: str
-) -> None:
+def test_disagreement_is_found(tmp_path, sound, change, answer):
     folder = RunFolder(shutil.copytree(sound.path, tmp_path / "run"))
     change(folder)
     assert any(answer in line for line in check_run(folder)[1])
     assert cli.main(["check", str(folder.path)]) == 1
 
 
-def test_runs_on_synthetic_data_and_without_rows(tmp_path: Path) -> None:
+def test_runs_on_synthetic_data_and_without_rows(tmp_path):
     trainer = new_trainer(tmp_path, "synthetic", steps=2, data=DataConfig(source="copy"))
     trainer.run()
     assert "true" in trainer.run_folder.metrics_csv.read_text()  # spelled as in JSON

@@ -69,7 +69,7 @@ def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
         {"branches": ("slc", "win"), "scores": "token_max"},
     ],
 )
-def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> None:
+def test_gates_and_blocks_are_those_of_the_layers(changes):
     model, inputs = model_of(**changes), list[Tensor]()
     for layer in model.decoder_layers():
         layer.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
@@ -93,7 +93,7 @@ def test_gates_and_blocks_are_those_of_the_layers(changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("num_tokens", "first"), [(330, 40), (16 * 300, 16 * 300 - 1)])
-def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
+def test_selections_counted_slowly(num_tokens, first):
     """A column of the heat map of the longer text is several blocks."""
     lag, queries, num_blocks = 8, [0, 15, 16, 100, 329], -(-num_tokens // SIZE)
     blocks = random_blocks(num_tokens, 2)
@@ -139,7 +139,7 @@ def test_selections_counted_slowly(num_tokens: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17])
-def test_short_texts(num_tokens: int) -> None:
+def test_short_texts(num_tokens):
     (layer, _) = inspect_text(model_of(), TEXT[:num_tokens], queries=[num_tokens - 1])
     found = layer.selection
     assert found is not None
@@ -151,7 +151,7 @@ def test_short_texts(num_tokens: int) -> None:
     assert heat_map(layer.blocks, SIZE, 0).shape == (num_tokens, -(-num_tokens // 16))
 
 
-def test_gates_counted_slowly() -> None:
+def test_gates_counted_slowly():
     gates = torch.rand(101, 2, 3, generator=torch.Generator().manual_seed(0))
     gates[:, 1, 0] = 1.0
     found = gate_figures(gates, dataclasses.replace(PATTERN, branches=("cmp", "win")))
@@ -172,12 +172,12 @@ def make_run(path: Path, **changes: Any) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def folder(tmp_path_factory):
     model = {"num_layers": 2, "nsa": dataclasses.replace(PATTERN, num_kv_heads=2)}
     return make_run(tmp_path_factory.mktemp("inspected"), model=model)
 
 
-def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
+def test_lines_page_and_json(folder, tmp_path):
     text = tmp_path / "a <b> & c.txt"
     text.write_text("caf\u00e9 <i> & lait, " * 30, encoding="utf-8")
     found = inspect_run(folder, text=str(text), num_tokens=150)
@@ -211,7 +211,7 @@ def test_lines_page_and_json(folder: RunFolder, tmp_path: Path) -> None:
     assert lines[1].endswith(f"{share:.1%} shared with the query before")
 
 
-def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
+def test_a_model_without_selection_shows_its_gates(tmp_path):
     pattern = dataclasses.replace(PATTERN, branches=("cmp", "win"))
     found = inspect_run(make_run(tmp_path, model={"nsa": pattern}))
     assert found.json()["layers"][0]["selection"] is None
@@ -221,7 +221,7 @@ def test_a_model_without_selection_shows_its_gates(tmp_path: Path) -> None:
     assert "Selected blocks" not in page.shown
 
 
-def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_path: Path) -> None:
+def test_text_of_masked_documents_and_of_synthetic_tasks(folder, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, content in (("a", "short"), ("b", "the longest of them"), ("c", "another")):
@@ -241,7 +241,7 @@ def test_text_of_masked_documents_and_of_synthetic_tasks(folder: RunFolder, tmp_
 
 
 # --- pictures of selections -----------------------------------------------------------------------
-def test_lines_show_bars_and_ranges() -> None:
+def test_lines_show_bars_and_ranges():
     tokens = torch.randint(256, (1600,), generator=torch.Generator().manual_seed(0)).tolist()
     layers = inspect_text(model_of(num_kv_heads=2), tokens[:170])
     title, *lines = selection_lines(layers)
@@ -258,7 +258,7 @@ def test_lines_show_bars_and_ranges() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 5])
-def test_heat_maps_are_drawn_for_each_layer(num_layers: int, tmp_path: Path) -> None:
+def test_heat_maps_are_drawn_for_each_layer(num_layers, tmp_path):
     layers = inspect_text(model_of(num_layers), TEXT[:70])
     figure = heat_maps(layers, 20)
     maps = [axes for axes in figure.axes if axes.images]

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -50,7 +49,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+def folders(tmp_path_factory):
     """Two runs that were resumed; the name of one has a meaning in HTML."""
     folder, made = tmp_path_factory.mktemp("runs"), []
     dense = {"model": {"attention": "dense"}, "optim": {"lr": 0.02}}
@@ -64,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
     return made
 
 
-def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
+def test_page_of_two_runs(folders, tmp_path):
     target = tmp_path / "page.html"
     words = ["report", *(str(folder.path) for folder in folders), "--output", str(target)]
     assert cli.main(words) == 0
@@ -81,7 +80,7 @@ def test_page_of_two_runs(folders: list[RunFolder], tmp_path: Path) -> None:
     assert b"<!-- optimizer steps -->" in page.figures[0]
 
 
-def test_other_runs(folders: list[RunFolder], tmp_path: Path) -> None:
+def test_other_runs(folders, tmp_path):
     """One run, a GPU, steps of different sizes, a run without rows, records that disagree."""
     shown = Page(report_page(folders[:1])).shown
     assert "model.width" in shown, "differences from the defaults"
@@ -113,7 +112,7 @@ def legend(axes: Axes) -> list[str]:
     return [text.get_text() for text in found.get_texts()]
 
 
-def test_lines_and_dots_are_the_rows() -> None:
+def test_lines_and_dots_are_the_rows():
     curves = [Curve("a", "red", ROWS), Curve("b", "blue", ROWS, 100)]
     (axes,) = curves_figure(curves, [loss_plot(curves)], "tokens").axes
     assert [np.asarray(line.get_xydata()).tolist() for line in axes.lines] == [
@@ -130,7 +129,7 @@ def test_lines_and_dots_are_the_rows() -> None:
     assert loss_plot([without_text]).title == "nats per token"
 
 
-def test_png_with_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_png_with_values_that_are_not_finite(tmp_path):
     metrics, target = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
     assert plot_losses(metrics, target) is False
     rows = [*ROWS, {"step": 40, "loss_nats": "nan", "bits_per_byte": "inf"}]

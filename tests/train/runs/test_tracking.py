@@ -7,7 +7,6 @@ import shutil
 import sys
 import types
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ class Tracker:
 
 
 @pytest.fixture(params=tracking.SERVICES)
-def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+def tracker(request, monkeypatch):
     made, module = Tracker(), types.ModuleType(request.param)
     module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
     module.init = made.init  # type: ignore[attr-defined]
@@ -47,9 +46,7 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return made
 
 
-def test_rows_are_sent_once(
-    tmp_path: Path, tracker: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_sent_once(tmp_path, tracker, capsys):
     config, path = tiny_config(tmp_path), tmp_path / "run"
     make_trainer(config, path, on_row=stop_after_step_6).run()
     words = ["track", str(path), "--to", tracker.service, "--project", "p"]
@@ -68,9 +65,7 @@ def test_rows_are_sent_once(
     assert "3 rows to step 12" in capsys.readouterr().out
 
 
-def test_following_ends_with_the_run(
-    tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_ends_with_the_run(tmp_path, tracker, monkeypatch):
     """A run that was stopped before its last step: what it wrote last is sent."""
     config, path, waits = tiny_config(tmp_path, steps=100_000), tmp_path / "run", 0
     folder = make_trainer(config, path).run_folder
@@ -78,7 +73,7 @@ def test_following_ends_with_the_run(
     with ExitStack() as run:
         run.enter_context(folder.in_use())
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds):
             nonlocal waits
             waits += 1
             assert waits < 20, "it continues without a run"
@@ -94,10 +89,10 @@ def test_following_ends_with_the_run(
 
 
 def test_unknown_or_missing_tracker(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     make_trainer(tiny_config(tmp_path), tmp_path / "run")
     assert cli.main(["track", str(tmp_path / "run"), "--to", "mlflow"]) == 2
     assert "--to must be one of trackio, wandb, got mlflow" in capsys.readouterr().err

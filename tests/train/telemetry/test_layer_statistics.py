@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def slow_count(gates: Tensor, blocks: Tensor | None, columns: list[int]) -> dict
         {"share_kv": True, "num_selected_blocks_table": ((0, 70, 3),), "scores": "token_max"},
     ],
 )
-def test_statistics_are_those_of_a_slow_count(changes: dict[str, Any]) -> None:
+def test_statistics_are_those_of_a_slow_count(changes):
     model, used = model_of(**changes), list[tuple[Tensor, Tensor | None]]()
     for layer in model.decoder_layers():
         assert isinstance(layer.attention, NativeSparseAttention)
@@ -99,7 +98,7 @@ def test_statistics_are_those_of_a_slow_count(changes: dict[str, Any]) -> None:
     assert ("gate_cmp_mean" in row) == ("cmp" in branches)
 
 
-def test_layers_that_collapsed() -> None:
+def test_layers_that_collapsed():
     model = model_of(gate="sigmoid")
     biases = []
     for layer in model.decoder_layers():
@@ -124,12 +123,12 @@ def test_layers_that_collapsed() -> None:
         {"nsa": dataclasses.replace(PATTERN, branches=("cmp", "win"), gate="fixed")},
     ],
 )
-def test_models_without_statistics(changes: dict[str, Any]) -> None:
+def test_models_without_statistics(changes):
     assert observe(LanguageModel(dataclasses.replace(MODEL, **changes))) == {}
 
 
 @pytest.mark.parametrize("telemetry", [True, False])
-def test_rows_record_them_unless_switched_off(tmp_path: Path, telemetry: bool) -> None:
+def test_rows_record_them_unless_switched_off(tmp_path, telemetry):
     config = tiny_config(tmp_path, steps=4, eval_every=3, telemetry=telemetry)
     make_trainer(config, tmp_path / "run").run()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

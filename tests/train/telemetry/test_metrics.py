@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path):
     return RunFolder.create(tmp_path / "run", TrainConfig())
 
 
@@ -73,9 +73,7 @@ step,time_unix_s,loss_nats,val_loss_nats,data_synthetic,mfu,grad_norm
 """
 
 
-def test_each_output_has_a_row_as_soon_as_it_is_written(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_output_has_a_row_as_soon_as_it_is_written(folder, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 9.5)
     writer = MetricsWriter(folder)
     for number, row in enumerate(ROWS, start=1):
@@ -88,7 +86,7 @@ def test_each_output_has_a_row_as_soon_as_it_is_written(
     writer.close()
 
 
-def test_rows_that_are_wrong_are_refused_before_anything_is_written(folder: RunFolder) -> None:
+def test_rows_that_are_wrong_are_refused_before_anything_is_written(folder):
     writer = MetricsWriter(folder)
     writer.write({"step": 5, "loss_nats": 1.0})
     rows: list[tuple[Row, str]] = [
@@ -104,7 +102,7 @@ def test_rows_that_are_wrong_are_refused_before_anything_is_written(folder: RunF
     assert folder.metrics_csv.read_text().count("\n") == 2
 
 
-def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder: RunFolder) -> None:
+def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder):
     write(folder, *losses(1.0, 2.0, 3.0, 4.0))
     time.sleep(1.1 - time.time() % 1)  # TensorBoard orders its files by the second
     write(folder, {"step": 3, "loss_nats": 30.0, "mfu": 0.5}, after=2)
@@ -122,7 +120,7 @@ def test_a_resumed_run_has_each_step_once_and_loses_nothing(folder: RunFolder) -
     assert len(list(folder.path.glob("*set-aside*"))) == 2
 
 
-def test_tags_are_grouped_and_name_their_metric() -> None:
+def test_tags_are_grouped_and_name_their_metric():
     tags = {
         "loss_nats": "train/loss",
         "val_loss_nats": "val/loss",
@@ -140,7 +138,7 @@ def test_tags_are_grouped_and_name_their_metric() -> None:
 @pytest.mark.parametrize(
     "torn", ['{"step": 3, "lo', '{"step": 3}', '{"step": 3, "loss_nats": 1.0', '{"st\n', "\x00\x00"]
 )
-def test_a_line_that_a_crash_left_unfinished_is_set_aside(folder: RunFolder, torn: str) -> None:
+def test_a_line_that_a_crash_left_unfinished_is_set_aside(folder, torn):
     write(folder, *losses(1.0, 2.0))
     with folder.metrics_jsonl.open("a") as file:
         file.write(torn)
@@ -150,16 +148,14 @@ def test_a_line_that_a_crash_left_unfinished_is_set_aside(folder: RunFolder, tor
     assert (folder.path / "metrics.set-aside-1.jsonl").read_text() == torn
 
 
-def test_rows_are_set_aside_before_the_record_shrinks(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_set_aside_before_the_record_shrinks(folder, monkeypatch):
     """The process ends after the first of two files; one of the rows is out of order."""
     write(folder, *losses(1.0, 2.0, 3.0))
     first, *others = folder.metrics_jsonl.read_bytes().splitlines(keepends=True)
     folder.metrics_jsonl.write_bytes(b"".join([*others, first]))
     written = list[Path]()
 
-    def write_once(path: Path, text: bytes) -> None:
+    def write_once(path, text):
         if written:
             raise KeyboardInterrupt
         written.append(path)
@@ -193,7 +189,7 @@ def test_rows_are_set_aside_before_the_record_shrinks(
     ],
     ids=lambda line: repr(line[:30]),
 )
-def test_a_line_that_is_no_row_is_an_error_before_the_end(folder: RunFolder, line: bytes) -> None:
+def test_a_line_that_is_no_row_is_an_error_before_the_end(folder, line):
     write(folder, *losses(1.0, 2.0))
     first, second = folder.metrics_jsonl.read_bytes().splitlines(keepends=True)
     folder.metrics_jsonl.write_bytes(first + second + line + b"\n")
@@ -221,7 +217,7 @@ SUFFIXES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def test_the_document_lists_exactly_the_metrics_there_are_and_names_carry_their_unit() -> None:
+def test_the_document_lists_exactly_the_metrics_there_are_and_names_carry_their_unit():
     lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     table = [cells for line in lines if len(cells := line.strip("| ").split(" | ")) == 3]
     assert [name for name, _, _ in table] == [f"`{name}`" for name in METRICS]

@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-from pathlib import Path
 
 import pytest
 
@@ -42,13 +41,13 @@ class Terminal(io.StringIO):
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
 
 
-def test_a_row_as_a_line_has_units_and_leaves_out_missing_metrics() -> None:
+def test_a_row_as_a_line_has_units_and_leaves_out_missing_metrics():
     assert describe_row(ROW, 500) == LINE
     row: Row = {"step": 1, "val_bits_per_byte": 2.0, "loss_nats": float("nan")}
     assert describe_row(row, 5) == "step 1/5 | loss nan nats/token | val 2.0000 bits/byte"
 
 
-def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+def test_plain_lines_without_a_terminal(tmp_path):
     stream = io.StringIO()
     with RunReport(tmp_path / "log.txt", 500, stream) as report:
         report.line("[bold]run folder[/bold] /x/y")
@@ -62,7 +61,7 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert [re.sub(time, "", line) for line in lines] == expected
 
 
-def test_the_log_is_continued_and_contains_the_error_that_ends_the_run(tmp_path: Path) -> None:
+def test_the_log_is_continued_and_contains_the_error_that_ends_the_run(tmp_path):
     before = list(logging.getLogger("nsa").handlers)
     for text in ("first", "second"):
         with RunReport(tmp_path / "log.txt", 5, io.StringIO()) as report:
@@ -76,7 +75,7 @@ def test_the_log_is_continued_and_contains_the_error_that_ends_the_run(tmp_path:
     assert logging.getLogger("nsa").handlers == before
 
 
-def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
+def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path):
     stream = Terminal()
     with RunReport(tmp_path / "log.txt", 500, stream) as report:
         report.line("[bold]model[/bold] \x1b]0;title\x07")
@@ -95,9 +94,7 @@ def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
-def test_a_run_continues_when_its_terminal_or_pipe_is_closed(
-    tmp_path: Path, is_terminal: bool
-) -> None:
+def test_a_run_continues_when_its_terminal_or_pipe_is_closed(tmp_path, is_terminal):
     """The rows reach the log, and no error is raised."""
     reads, writes = pty.openpty() if is_terminal else os.pipe()
     with (
@@ -113,7 +110,7 @@ def test_a_run_continues_when_its_terminal_or_pipe_is_closed(
     assert (tmp_path / "log.txt").read_text().count("nats/token") == 3
 
 
-def test_buffered_lines_reach_the_files_in_order_or_never(tmp_path: Path) -> None:
+def test_buffered_lines_reach_the_files_in_order_or_never(tmp_path):
     log = tmp_path / "log.txt"
     with RunReport(log, 5, io.StringIO(), buffered=True) as report:
         report.line("never written", event="start")

@@ -41,7 +41,7 @@ class Event:
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeviceClock:
+def clock(request, monkeypatch):
     monkeypatch.setattr(throughput, "time", Times)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
@@ -59,7 +59,7 @@ def steps(clock: DeviceClock, *lengths: float) -> None:
         Times.now += 100 if number == len(lengths) else 0.25
 
 
-def test_the_longest_step_is_warm_and_ends_before_a_pause(clock: DeviceClock) -> None:
+def test_the_longest_step_is_warm_and_ends_before_a_pause(clock):
     steps(clock, *[30.0] * (STARTING_STEPS - 1))
     assert "step_time_max_ms" not in clock.row()  # they compile
     steps(clock, 30, 1, 2, 1, 1)  # the first of these still belongs to the start
@@ -73,15 +73,13 @@ def test_the_longest_step_is_warm_and_ends_before_a_pause(clock: DeviceClock) ->
 
 
 @on_a_gpu
-def test_the_row_of_a_gpu_has_mean_times_of_device_and_host(clock: DeviceClock) -> None:
+def test_the_row_of_a_gpu_has_mean_times_of_device_and_host(clock):
     steps(clock, 1, 2, 3)
     assert clock.row() == pytest.approx({"gpu_step_time_ms": 2000, "host_time_ms": 2000})
 
 
 @on_a_gpu
-def test_steps_that_the_gpu_works_on_count_in_the_next_row(
-    clock: DeviceClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_the_gpu_works_on_count_in_the_next_row(clock, monkeypatch):
     monkeypatch.setattr(Event, "finished", False)
     steps(clock, 1, 2)
     assert clock.row() == {}

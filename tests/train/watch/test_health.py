@@ -35,13 +35,13 @@ SOUND, DEAD = gates(0.4, 0.0), gates(0.004, 1.0)
         ([SOUND, DEAD, FAST, DEAD, SOUND, DEAD], ". gates . . . gates"),  # a row without gates
     ],
 )
-def test_warnings_are_given_once_each_time(rows: list[Row], expected: str) -> None:
+def test_warnings_are_given_once_each_time(rows, expected):
     health = Health(warmup_steps=10)
     found = [health.look({"step": step, **row}) for step, row in enumerate(rows, start=11)]
     assert [" ".join(kind for kind, _ in one) or "." for one in found] == expected.split()
 
 
-def test_messages_and_the_warm_up() -> None:
+def test_messages_and_the_warm_up():
     health = Health(warmup_steps=10)
     for _ in range(6):
         assert health.look({"step": 10, **FAST, **DEAD}) == []  # all gates start equal

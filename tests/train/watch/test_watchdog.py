@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def terminal_gone() -> Iterator[None]:
         os.close(kept)
 
 
-def test_reports_and_signals_without_a_terminal(tmp_path: Path) -> None:
+def test_reports_and_signals_without_a_terminal(tmp_path):
     with Requests() as requests, terminal_gone():
         Process(1, 0, tmp_path).say("hang", Beat(1, 2, "step", 3.0), "it hangs")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -54,13 +52,11 @@ def test_reports_and_signals_without_a_terminal(tmp_path: Path) -> None:
         (9.0, 16.0, ["SIGUSR1", "SIGVTALRM"]),  # before SIGKILL
     ],
 )
-def test_signals_of_the_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, ends_at: float, sent: list[str]
-) -> None:
+def test_signals_of_the_watchdog(tmp_path, monkeypatch, limit_s, ends_at, sent):
     """A process that has ended gets none: its number may belong to another process by then."""
     pid, now, found = 10**9, 0.0, list[str]()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         nonlocal now
         now += seconds
         assert now < 2000
@@ -81,9 +77,7 @@ def test_signals_of_the_watchdog(
         os.close(descriptor)
 
 
-def test_a_watchdog_that_was_killed_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_watchdog_that_was_killed_is_replaced(tmp_path, caplog):
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         first = watchdog._process
         assert first is not None
@@ -109,9 +103,7 @@ def test_a_watchdog_that_was_killed_is_replaced(
         ("sample", 0.0, 0.0),
     ],
 )
-def test_limits_grow_with_earlier_durations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, limit_s: float, allowed: float
-) -> None:
+def test_limits_grow_with_earlier_durations(tmp_path, monkeypatch, phase, limit_s, allowed):
     """Ten times the last step (20 s) or the last batch of an evaluation (70 s) is allowed."""
     with Watchdog(RunFolder(tmp_path), 0, 40.0) as watchdog:
         for now, begins in ((0, "evaluation"), (9, "step"), (29, "evaluation"), (99, "checkpoint")):
@@ -122,7 +114,7 @@ def test_limits_grow_with_earlier_durations(
         monkeypatch.undo()
 
 
-def test_the_end_of_torchrun_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_torchrun_stops_the_run(monkeypatch):
     with Requests(agent=os.getppid()) as present, Requests(agent=os.getppid() + 1) as gone:
         present.look()
         assert (present.stop, gone.stop) == (0, 0)
@@ -131,7 +123,7 @@ def test_the_end_of_torchrun_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("launched", "leaves_at"), [(True, 5), (False, 1)])
-def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, launched: bool, leaves_at: int) -> None:
+def test_a_second_signal(monkeypatch, launched, leaves_at):
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with Requests(launched=launched):
@@ -149,9 +141,7 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, launched: bool, leaves
     [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)],
     ids=["terminal", "nohup"],
 )
-def test_hangups_stop_once(
-    monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, stop: int
-) -> None:
+def test_hangups_stop_once(monkeypatch, handler, stop):
     """A closed terminal and its shell both signal; under nohup neither counts."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -163,13 +153,11 @@ def test_hangups_stop_once(
     assert (requests.stop, codes) == (stop, [])
 
 
-def test_compilation_in_any_step_has_a_long_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilation_in_any_step_has_a_long_limit(tmp_path, monkeypatch):
     """torch.compile compiles when a shape is new, which takes longer than a step."""
     seen: list[Beat] = []
 
-    def slow(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def slow(module, inputs):
         seen.append(watchdog._last)
         return module.forward
 
@@ -184,7 +172,7 @@ def test_compilation_in_any_step_has_a_long_limit(
     assert after == (during.number + 1, 7, "step", 40.0)
 
 
-def test_a_watchdog_that_is_stopped_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_a_watchdog_that_is_stopped_does_not_stop_the_run(tmp_path):
     """Its pipe is full after some thousand steps."""
     with Watchdog(RunFolder(tmp_path), 0, 1000.0) as watchdog:
         assert watchdog._process is not None
