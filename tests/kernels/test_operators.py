@@ -326,13 +326,14 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
     ),
     "fewer queries": (Case(heads(3, 2), (200, 64, 9), (20, 0, 9)), {}),
     "dense": (Case(heads(3, 2), (70, 70), dense=True), {}),
+    "D 48": (Case(heads(2, head_dim=48), TOKENS), {}),
     "many blocks": (Case(heads(2, num_selected_blocks=20), (340,), (90,)), {"keys": 4}),
     **{
         f"forced {init} {local}": (
             Case(heads(2, num_init_blocks=init, num_local_blocks=local), (150, 33)),
             {},
         )
-        for init, local in ((0, 1), (2, 2))
+        for init, local in ((0, 1), (2, 2), (1, 3))
     },
     "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
     "part of a block": (
@@ -344,7 +345,7 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
             Case(heads(2, block_size=size), (6 * size + 5,), (40,)),
             {},
         )
-        for size in (128,)
+        for size in (32, 128)
     },
 }
 
