@@ -36,7 +36,15 @@ from nsa.bench.rows import Row, index_rows, measured, read_rows
 
 TOKENS = 65_536
 # What packages raise for a shape or a version that they do not support, besides RuntimeError.
-_REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 _SHOWN = (
     "provider",
     "seq_len",
@@ -100,14 +108,16 @@ def _measure(results: Results, gate: Gate, peer: Peer) -> None:
 
 def _subject(peer: Peer, gate: Gate, mode: str, known: Fields) -> Subject:
     """Prepare the call, its checks, and the comparison of two runs."""
-    subject, selection = make_subject(peer, gate, mode), Fields()
     if isinstance(gate, SharedGate):
-        selection = gate.use(peer)
+        gate.peer = peer
+    subject = make_subject(peer, gate, mode)
 
     def extra() -> Fields:
         first, second = subject.call(), subject.call()
         equal = {name: torch.equal(x, second[name]) for name, x in first.items()}
-        return {**subject.extra(), **selection, "settings": {**known, "bit_equal": equal}}
+        found = {**subject.extra(), "settings": {**known, "bit_equal": equal}}
+        recall = {"recall": gate.selected_recall} if isinstance(gate, SharedGate) else {}
+        return found | recall
 
     return replace(subject, extra=extra)
 
@@ -157,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--choice", nargs="+", choices=CHOICES, default=["shared16", "random"])
     parser.add_argument("--case", nargs="+", choices=cases, default=cases)
     parser.add_argument("--peer", nargs="+", choices=names, default=names)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--out", type=Path, help="JSONL file to append the rows to")
     parser.add_argument("--commit", help="commit to record if the checkout has no git")
     parser.add_argument("--table", nargs="+", type=Path, help="print the table of these rows")

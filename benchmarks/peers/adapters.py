@@ -21,10 +21,11 @@ from torch.nn.functional import pad
 
 from nsa.attention import native_sparse_attention
 from nsa.bench.attention import PROVIDERS, Provider, Work, flex_attention
-from nsa.bench.cases import CASES, Point, Problem, Tensors
+from nsa.bench.cases import CASES, Point, Problem
 from nsa.bench.clock import UnsupportedError
 from nsa.bench.consumers import CONSUMERS
 from nsa.config import NSAConfig
+from nsa.ops.compression import compress
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
 
@@ -76,8 +77,11 @@ class Peer(Provider):
 def version(peer: Peer) -> str | None:
     """Version of the distribution, or the commit of the checkout in ``PYTHONPATH``.
 
-    A source tree without git names its commit in a file ``COMMIT`` at its root.
+    A source tree without git names its commit in a file ``COMMIT`` at its root. None for this
+    library, whose commit every row has, and for a package that is not installed.
     """
+    if peer.module == "nsa":
+        return None
     for name in metadata.distributions(name=peer.package):
         return name.version
     try:
@@ -145,10 +149,9 @@ def nsa_whole(
 
 def nsa_select(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
     """Selection of this library."""
-    made: Tensors = {"q": q, "k_cmp_raw": k, "v_cmp_raw": v}
-    made["k_cmp"], made["v_cmp"] = CASES["attention.compress"].call(made, config, "auto")
-    lse = compressed_attention(q, made["k_cmp"], made["v_cmp"], config)[1]
-    return select_blocks(q, made["k_cmp"], lse, config)
+    k_cmp, v_cmp = (compress(x, None, config)[0] for x in (k, v))
+    lse = compressed_attention(q, k_cmp, v_cmp, config)[1]
+    return select_blocks(q, k_cmp, lse, config)
 
 
 # --- flash-linear-attention

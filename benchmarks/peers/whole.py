@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from benchmarks.peers.adapters import Peer
 from nsa.bench.cases import CASES, Point, Problem, Tensors
-from nsa.bench.clock import Fields
 from nsa.bench.gate import Gate
+from nsa.ops.compression import compress
 from nsa.testing.sampled import Values, assert_legal
 
 SHARED = replace(CASES["attention"], inputs=("q", "k", "v", "gates"))
@@ -31,39 +30,36 @@ def shared_problem(base: Tensors, point: Point) -> Problem:
     for kind in "kv":
         shared = base[f"{kind}_slc"]
         tensors |= {kind: shared} | {f"{kind}_{branch}": shared for branch in _BRANCHES}
-    tensors |= zip(("k_cmp", "v_cmp"), _pooled(tensors, point), strict=True)
+    tensors["k_cmp"] = compress(tensors["k"], None, point.config)[0]
     return Problem(SHARED, point, tensors)
 
 
-def _pooled(tensors: Tensors, point: Point) -> tuple[Tensor, Tensor]:
-    pooled: tuple[Tensor, Tensor] = CASES["attention.compress"].call(tensors, point.config, "auto")
-    return pooled
-
-
 class SharedGate(Gate):
-    """Gate of whole attention with one K and V."""
+    """Gate of whole attention with one K and V.
 
-    def use(self, peer: Peer) -> Fields:
-        """Pass the selection of a package to the oracle; return its recall.
+    Attributes:
+        peer: the package whose selection the oracle uses.
+        selected_recall: recall of the fp64 selection in that of the package.
+    """
 
-        Raises:
-            AssertionError: a block is repeated, or outside ``0 .. t // l'``.
-        """
-        assert peer.select is not None
-        x, (point, config) = self.problem.tensors, (self.problem.point, self.problem.point.config)
+    peer: Peer
+    selected_recall: float
+
+    def _select(self, backend: str) -> None:
+        """Check the block indices of the package, in any order, and pass them to the oracle."""
+        assert self.peer.select is not None
+        point, x = self.problem.point, self.problem.tensors
         with torch.no_grad():
-            chosen = peer.select(x["q"], x["k"], x["v"], config).int()
-        absent = point.seq_len
+            chosen = self.peer.select(x["q"], x["k"], x["v"], point.config).int()
+        absent = point.seq_len  # sorts last
         chosen = torch.where(chosen < 0, absent, chosen).sort(-1).values
         chosen = torch.where(chosen == absent, -1, chosen)
-        assert_legal(chosen, torch.arange(point.seq_len, device=chosen.device), config)
+        positions = torch.arange(point.seq_len, device=chosen.device)
+        assert_legal(chosen, positions, point.config)
         if self._block_indices is None or not torch.equal(chosen, self._block_indices):
             self._block_indices = chosen
             self._known.clear()
-        return {"recall": self.recall(chosen)}
-
-    def _select(self, backend: str) -> None:
-        """Keep the selection of the package."""
+        self.selected_recall = self.recall(chosen)
 
     def _sampled(self, case: str, dtype: torch.dtype) -> Values:
         values = super()._sampled(case, dtype)
