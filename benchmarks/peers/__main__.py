@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.peers.adapters import PEERS, WHOLE, Peer, version
 from benchmarks.peers.whole import SharedGate, shared_problem
+from nsa.bench import clock
 from nsa.bench.attention import PROVIDERS, bench_attention, make_subject
 from nsa.bench.cases import (
     CASES,
@@ -168,6 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", nargs="+", choices=cases, default=cases)
     parser.add_argument("--peer", nargs="+", choices=names, default=names)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--budget-ms", type=float, default=100.0, help="for each time")
     parser.add_argument("--out", type=Path, help="JSONL file to append the rows to")
     parser.add_argument("--commit", help="commit to record if the checkout has no git")
     parser.add_argument("--table", nargs="+", type=Path, help="print the table of these rows")
@@ -175,6 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.table:
         print(result_lines(read_rows(given.table)))
         return 0
+    clock.BUDGET_MS = given.budget_ms
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, given.dtype)
     points = [
