@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,10 @@ def version(peer: Peer) -> str | None:
         return None
     for name in metadata.distributions(name=peer.package):
         return name.version
-    try:
-        root = Path(next(iter(import_module(peer.module.partition(".")[0]).__path__))).parent
-    except ImportError:
+    spec = find_spec(peer.module.partition(".")[0])  # does not run the package
+    if spec is None or not spec.submodule_search_locations:
         return None
+    root = Path(spec.submodule_search_locations[0]).parent
     if (root / "COMMIT").is_file():
         return (root / "COMMIT").read_text("utf-8").strip()
     git = ["git", "-C", str(root), "rev-parse", "HEAD"]
