@@ -294,12 +294,12 @@ def _measure(
         row = {"case": case.name, **point.fields(), "provider": provider.name}
         row["variant"] = dict(provider.variant) or None
         for mode in case.modes:
-            make = partial(_subject, provider, gate, mode)
+            make = partial(make_subject, provider, gate, mode)
             found = measure(make, point.device, is_ours=provider.kernels is None)
             results.add(**row, mode=mode, **found)
 
 
-def _subject(provider: Provider, gate: Gate, mode: str) -> Subject:
+def make_subject(provider: Provider, gate: Gate, mode: str) -> Subject:
     """Prepare the call of a provider and its checks."""
     problem, work = gate.problem, provider.work(gate.problem, mode)
     case, point = problem.case, problem.point
