@@ -338,7 +338,7 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
     "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
     "part of a block": (
         Case(heads(2, head_dim=192, block_size=64), (450, 70), (20, 9)),
-        {"keys": 4},
+        {"keys": 4, "bytes": 4 * 1024},
     ),
     **{
         f"l' {size}": (
