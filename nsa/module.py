@@ -251,6 +251,17 @@ class NativeSparseAttention(ProjectedAttention):
     other scores there are no compressed keys, and nothing is frozen.
     """
 
+    # Projections; a pattern has those that it needs.
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    k_cmp_proj: nn.Linear
+    v_cmp_proj: nn.Linear
+    k_slc_proj: nn.Linear
+    v_slc_proj: nn.Linear
+    k_win_proj: nn.Linear
+    v_win_proj: nn.Linear
+
     def __init__(self, width: int, config: NSAConfig) -> None:
         check(width > 0, "width", "be positive", width)
         super().__init__(width, config)
