@@ -78,8 +78,9 @@ test-faults: $(ENV) ## every provoked fault in full count (ARGS=)
 	$(RUN) -m pytest $(SPREAD) tests --ignore tests/faults --ignore tests/kernels -m faults $(ARGS)
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels -m faults $(ARGS)
 
-test-compile: $(ENV) ## compile every kernel for six kinds of GPU, without one: stack and shared memory (JOBS=, ARGS=)
-	$(RUN) -m tools.compile_only --jobs $(JOBS) $(ARGS)
+test-compile: $(ENV) ## compile every kernel for six kinds of GPU, without one: stack and shared memory (JOBS=, ARGS=, TRITON=3.6.0)
+	$(if $(TRITON),$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton triton==$(TRITON))
+	$(if $(TRITON),PYTHONPATH=$(VENV)/triton) $(RUN) -m tools.compile_only --jobs $(JOBS) $(ARGS)
 
 test-gpu: $(ENV) ## the tests that need a CUDA GPU; those of a million tokens with ARGS="-m slow"
 	$(RUN) -m pytest tests/gpu tests/train/test_gpu.py -m "not slow" $(ARGS)

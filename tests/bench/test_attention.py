@@ -225,6 +225,10 @@ FLEX, COPY = "triton_tem_fused_flex_attention_0", "at::native::elementwise_kerne
         ("nsa", "choice", "fwd", ["select_kernel", "triton_poi_add"], "triton_poi_add ran, which"),
         ("nsa", "", "fwd", ["sm80_xmma_gemm", *ALL], "sm80_xmma_gemm ran, which is not of this"),
         ("nsa", "", "fwd_bwd", ALL, None),
+        ("nsa", "", "fwd_bwd", ALL[1:-2], "no kernel with compress_fwd in its name ran"),
+        ("x:branches=[slc,win]", "", "fwd_bwd", [*ALL[1:-3], *ALL[-2:]], None),
+        ("x:branches=[win]", "", "fwd_bwd", [*RANGE, ALL[-1]], None),
+        ("x:branches=[slc,win]", "", "fwd", [WHOLE[1], ALL[-1]], "no kernel with select_ in its"),
         ("dense-cudnn", "", "fwd", [FORWARD], "no kernel with cudnn in its name ran"),
         ("dense-fa2", "", "fwd_bwd", [FORWARD], "no kernel with flash_bwd in its name ran"),
         ("flex", "", "fwd_bwd", [FLEX, "triton_poi_fused_0"], "no kernel with triton_tem in its"),
@@ -236,7 +240,8 @@ def test_the_kernels_of_a_provider_must_have_run(
     name: str, case: str, mode: str, kernels: list[str], fault: str | None
 ) -> None:
     measured = CASES[f"attention.{case}" if case else "attention"]
-    found = PROVIDERS[name].fault(kernels, measured, mode)
+    provider = PROVIDERS.get(name) or parse_variant(name)
+    found = provider.fault(kernels, measured, mode)
     assert found is None if fault is None else fault in str(found)
 
 

@@ -82,23 +82,27 @@ def move_heads(
     ok,
     cosine,
     sine,
-    PART: tl.constexpr,
+    PLAN: tl.constexpr,
+    NUMBER: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     """Copy this program's heads of one part from x to a tensor of heads, or back."""
-    SIZE: tl.constexpr = PART.size
-    HALF: tl.constexpr = PART.rotary // 2
-    begin = row[:, None] * (PART.heads * SIZE)
-    plain = None if PART.plain < 0 else tensor_ptrs[PART.plain] + begin
-    source = x_row + PART.start
-    target = tensor_ptrs[PART.tensor] + begin
+    HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
+    SIZE: tl.constexpr = PLAN.parts[NUMBER].size
+    ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
+    HALF: tl.constexpr = ROTARY // 2
+    PLAIN: tl.constexpr = PLAN.parts[NUMBER].plain
+    begin = row[:, None] * (HEADS * SIZE)
+    plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
+    source = x_row + PLAN.parts[NUMBER].start
+    target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
     if BACKWARD:
         source, target = target, source
     # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
-    first_head = tl.program_id(1) + programs - PART.start // SIZE % programs
-    for head in tl.range(first_head % programs, PART.heads, programs):
+    first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
+    for head in tl.range(first_head % programs, HEADS, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
             mask = ok[:, None] & (i < HALF)
@@ -107,8 +111,8 @@ def move_heads(
             second = load_fp32(source + at + HALF, mask)
             put(target, plain, at, first * cosine - second * sine, mask)
             put(target, plain, at + HALF, second * cosine + first * sine, mask)
-        if PART.rotary < SIZE:
-            j = PART.rotary + tl.arange(0, PART.block)[None, :]
+        if ROTARY < SIZE:
+            j = ROTARY + tl.arange(0, PLAN.parts[NUMBER].block)[None, :]
             mask = ok[:, None] & (j < SIZE)
             at = head * SIZE + j
             put(target, plain, at, load_fp32(source + at, mask), mask)
@@ -231,7 +235,7 @@ def heads_kernel(
     sine *= -magnitude if BACKWARD else magnitude
     x_row = x_ptr + row[:, None] * stride_x
     for k in tl.static_range(len(PLAN.parts)):
-        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN.parts[k], BLOCK_HALF, BACKWARD)
+        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
     if tl.program_id(1) == tl.num_programs(1) - 1:
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
