@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 META, SUMS = "meta.json", "SHA256SUMS"
-# Added to meta.json after format 2: the text of tokenizer.json, and the rows of metrics so far, see
-# nsa.train.telemetry.metrics.record_of.
-_ADDED = ("tokenizer", "metrics")
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -251,7 +248,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         rule = f"contain a checkpoint of format {FORMAT}"
         fail("path", rule, found, "That version of nsa can read it.")
     _read_sums(path)
-    return {**dict.fromkeys(_ADDED), **meta}
+    return {"tokenizer": None, **meta}  # the text of tokenizer.json, added after format 2
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -355,7 +352,6 @@ class CheckpointWriter:
         folder: folder of all checkpoints of a run.
         keep: see :func:`clean_checkpoints`.
         writers: see :func:`save_checkpoint`; all processes call every method together.
-        record: ``metrics.jsonl`` of the run, which is flushed before each checkpoint.
 
     Attributes:
         newest_step: step of the newest checkpoint, written or being written; None without one.
@@ -367,10 +363,9 @@ class CheckpointWriter:
         folder: Path,
         keep: int,
         writers: Processes | None = None,
-        record: Path | None = None,
     ) -> None:
         self._folder, self._keep, self._writers = folder, keep, writers or Processes()
-        self._record, self._has_warned = record, False
+        self._has_warned = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         found = list_checkpoints(folder)
@@ -425,7 +420,6 @@ class CheckpointWriter:
         if copied is not None:
             copied.synchronize()
         begin = time.perf_counter()
-        self._flush_record()
         try:
             path = save_checkpoint(self._folder, step, tensors, meta, writers=self._writers)
         except OSError as error:
@@ -443,12 +437,6 @@ class CheckpointWriter:
             text = f"checkpoints are written, but old ones stay: {reason}. Remove them by hand."
             self._log(logging.WARNING, "warning", text, step)
         self._has_warned |= bool(reason)
-
-    def _flush_record(self) -> None:
-        with suppress(OSError):  # a resumption notices rows that are lost
-            if self._record is not None and self._writers.is_main:
-                flush(self._record)
-                flush(self._record.parent)
 
     def _log(self, level: int, event: str, text: str, step: int) -> None:
         if self._writers.is_main:

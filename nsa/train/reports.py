@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -10,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -103,7 +101,7 @@ class Reports:
         # Step and time of the last rows, or of the start of this process before its first one.
         self._recent = deque([(state.progress.step, state.progress.seconds)], _RECENT_ROWS)
         self._starts_recent = True
-        self._has_evaluated = self._has_told_start = self._has_lost_folder = False
+        self._has_evaluated = self._has_told_start = False
         compilations.listen(run.device)
         if self._peak_flops is None:
             logger.info("mfu: left out, the peak rate of this device and dtype is not known")
@@ -115,10 +113,6 @@ class Reports:
         """Write the rows that a full disk may have delayed."""
         if self._metrics is not None:
             self._metrics.close()
-
-    def rows_so_far(self) -> dict[str, Any] | None:
-        """See :meth:`MetricsWriter.record`; None if this process writes no rows."""
-        return None if self._metrics is None else self._metrics.record()
 
     def due(self, every: int, ahead: int = 0) -> bool:
         """Whether the last step is done, or a multiple of ``every`` steps; see ``ahead`` below.
@@ -167,27 +161,6 @@ class Reports:
         details = {"event": kind, "step": self._state.progress.step}
         logger.warning("%s", text, extra=details)
 
-    def keep_folder(self) -> bool:
-        """Restore the configuration and tokenizer if the run folder was renamed or emptied.
-
-        Returns:
-            Whether the run folder has them; true in processes that do not write.
-        """
-        if self._metrics is None:
-            return True
-        folder, had_lost_it = self._run.run_folder, self._has_lost_folder
-        self._has_lost_folder = False
-        try:
-            if not (folder.config.is_file() and folder.tokenizer.is_file()):
-                config, tokenizer = dataclasses.asdict(self._config), self._data.tokenizer
-                folder.restore(config, tokenizer.to_json())
-        except OSError as error:
-            self._has_lost_folder = True
-            if not had_lost_it:
-                text = f"{folder.config} is gone; it will be restored when possible ({error})"
-                self._warn("warning", text)
-        return not self._has_lost_folder
-
     def report(self) -> None:
         """Evaluate and write a row of metrics if they are due and not done for this step.
 
@@ -215,7 +188,6 @@ class Reports:
             return
         self.last_row = row
         self._metrics.write(row)
-        self.keep_folder()
         if self._run.on_row is not None:
             self._run.on_row(row)
         for kind, text in self._health.look(row):

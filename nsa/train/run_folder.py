@@ -138,22 +138,6 @@ class RunFolder:
             fail(argument, rule, path, hint)
         return folder
 
-    def restore(self, config: Mapping[str, Any], tokenizer: str | None) -> None:
-        """Write the configuration and the tokenizer if they are missing, with a warning.
-
-        Args:
-            config: the configuration as JSON represents it.
-            tokenizer: text of ``tokenizer.json``; None if it is not known.
-
-        Raises:
-            OSError: they could not be written.
-        """
-        # The configuration last: a folder that has it is complete.
-        for path, text in ((self.tokenizer, tokenizer), (self.config, yaml_text(config))):
-            if text is not None and not path.is_file():
-                replace_text(path, text)
-                logger.warning("%s was missing and has been restored", path)
-
     def _restore_from_checkpoint(self) -> None:
         if not any(self.checkpoints.glob("step-*")):
             return  # without loading PyTorch
@@ -162,7 +146,12 @@ class RunFolder:
         for path in reversed(list_checkpoints(self.checkpoints)):
             with suppress(UserError):  # damaged
                 meta = read_meta(path)
-                self.restore(meta["config"], meta["tokenizer"])
+                # The configuration last: a folder that has it is complete.
+                texts = {self.tokenizer: meta["tokenizer"], self.config: yaml_text(meta["config"])}
+                for file, text in texts.items():
+                    if text is not None and not file.is_file():
+                        replace_text(file, text)
+                        logger.warning("%s was missing and has been restored", file)
                 return
 
     def holds_no_run(self) -> bool:

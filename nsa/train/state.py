@@ -21,7 +21,6 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import Sampler
 from nsa.train.optim import ModelOptimizer
 from nsa.train.run_folder import RunFolder
-from nsa.train.telemetry.metrics import lines_until, record_of
 
 
 @dataclass
@@ -304,31 +303,6 @@ def check_same_data(checkpoint: Path, description: Mapping[str, Any]) -> None:
     before, now = _flat(read_meta(checkpoint)["data"]), _flat(description)
     # Other versions describe the data with other fields; hashes and counts are in all of them.
     _check_same(before, now, before.keys() & now.keys(), "The text has changed since.")
-
-
-def fault_of_rows(run_folder: RunFolder, checkpoint: Path) -> str:
-    """Compare ``metrics.jsonl`` with the rows that were there when a checkpoint was taken.
-
-    Args:
-        run_folder: folder of the run.
-        checkpoint: folder of one of its checkpoints.
-
-    Returns:
-        A sentence if rows were lost or changed; empty if not, or if the checkpoint has no record
-        of them.
-
-    Raises:
-        UserError: the checkpoint or the record is damaged.
-    """
-    meta = read_meta(checkpoint)
-    reported = Progress.from_json(meta["progress"]).reported_step
-    expected, (kept, _) = meta["metrics"], lines_until(run_folder.metrics_jsonl, reported)
-    if expected is None or record_of(kept) == expected:
-        return ""
-    return (
-        f"metrics.jsonl: its {len(kept)} rows up to step {reported} are not the "
-        f"{expected['rows']} that were there at {checkpoint.name}: rows were lost or changed"
-    )
 
 
 def _check_same(

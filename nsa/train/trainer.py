@@ -39,7 +39,6 @@ from nsa.train.run_folder import RunFolder
 from nsa.train.state import (
     TrainState,
     check_same_data,
-    fault_of_rows,
     resumed_checkpoint,
     seed_everything,
 )
@@ -141,7 +140,7 @@ class Trainer:
         )
         writers = self.processes.for_thread() if self.strategy.in_step else Processes()
         self._checkpoints = CheckpointWriter(
-            run_folder.checkpoints, config.keep_checkpoints, writers, run_folder.metrics_jsonl
+            run_folder.checkpoints, config.keep_checkpoints, writers
         )
         self._is_first_step = True
         if resumed is not None:
@@ -229,9 +228,6 @@ class Trainer:
         self.state.load(checkpoint)
         self._set_lr(self.state.progress.step - 1)  # for a row that this step may still owe
         self._note("resume", f"resumed from {checkpoint}")
-        fault = fault_of_rows(self.run_folder, checkpoint) if self.processes.is_main else ""
-        if fault:
-            self._note("warning", fault, logging.WARNING)
 
     def _note(self, kind: str, text: str, level: int = logging.INFO) -> None:
         """Log an event of the run."""
@@ -540,7 +536,6 @@ class Trainer:
             tensors, meta = self.state.contents()
             meta["config"], meta["data"] = dataclasses.asdict(self.config), self.data.description
             meta["tokenizer"] = self.data.tokenizer.to_json()
-            meta["metrics"] = self._reports.rows_so_far()
             meta["val_bits_per_byte"] = self._reports.validated.get(step)
             self._checkpoints.submit(step, tensors, meta)
 
@@ -582,9 +577,6 @@ class Trainer:
                 self.run_folder.halt.unlink()
         if self._checkpoints.failure is not None:
             raise TrainingStoppedError(f"{self._checkpoints.failure}; {self._last_checkpoint()}")
-        if not self._reports.keep_folder():
-            lost = f"{self.run_folder.config} is gone and could not be restored"
-            raise TrainingStoppedError(f"{lost}; {self._last_checkpoint()}")
 
 
 def _most_sequences(batches: list[Batch]) -> int:

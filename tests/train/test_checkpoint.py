@@ -266,24 +266,3 @@ def test_a_tensor_that_is_not_finite_is_no_checkpoint(tmp_path, value):
     with pytest.raises(OSError, match="b is not finite"):
         save_checkpoint(tmp_path, 1, tensors, run_meta())
     assert steps(tmp_path) == []
-
-
-def test_the_rows_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
-    done = list[str]()
-
-    def noted(real, name):
-        def call(*args):
-            done.append(name(args[0]))
-            return real(*args)
-
-        return call
-
-    opened = noted(os.fsync, lambda number: Path(f"/proc/self/fd/{number}").resolve().name)
-    monkeypatch.setattr(os, "fsync", opened)
-    monkeypatch.setattr(Path, "rename", noted(Path.rename, lambda path: "rename"))
-    record = tmp_path / "metrics.jsonl"
-    record.write_text("{}")
-    writer = CheckpointWriter(tmp_path / "checkpoints", keep=1, record=record)
-    writer.submit(1, {"a": torch.ones(9)}, run_meta())
-    writer.close()
-    assert "metrics.jsonl" in done[: done.index("rename")]

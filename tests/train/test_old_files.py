@@ -46,7 +46,7 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     whole = rows_of(tmp_path)
 
     def older(meta):
-        for name in ("nsa", "tokenizer", "metrics"):
+        for name in ("nsa", "tokenizer"):
             del meta[name]
         del meta["data"]["files_left_out"]
         meta["data"]["unreadable_left_out"] = 0

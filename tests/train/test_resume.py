@@ -193,24 +193,3 @@ def test_nothing_to_resume_from(tmp_path):
     message = r"--resume must name a run with a checkpoint, got .*run\. It stopped before"
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (bytes, None),
-        (lambda content: content.replace(b'"tokens": 1024', b'"tokens": 1025'), 2),
-        (lambda content: content.splitlines(keepends=True)[0], 1),
-    ],
-)
-def test_rows_that_were_lost_or_changed_are_noticed(tmp_path, caplog, change, rows):
-    trainer = new_trainer(tmp_path, steps=4, eval_every=0)
-    trainer.run()
-    record = trainer.run_folder.metrics_jsonl
-    record.write_bytes(change(record.read_bytes()))
-    resumed(tmp_path, steps=6, eval_every=0).run()
-    said = [message for message in caplog.messages if "rows up to" in message]
-    found = f"metrics.jsonl: its {rows} rows up to step 4 are not the 2 that were there at step-"
-    assert len(said) == (rows is not None)
-    assert all(text.startswith(found) for text in said)
-    assert rows_of(tmp_path)[-1]["step"] == 6

@@ -6,17 +6,14 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-from nsa.errors import UserError
 from nsa.train.checkpoint import list_checkpoints, step_of
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
-from nsa.train.state import fault_of_rows
 from nsa.train.telemetry.metrics import (
     ALWAYS,
     Row,
@@ -58,7 +55,6 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
         *(line for before, row in pairs for line in _arithmetic(before, row, config)),
         *_csv(folder, rows),
         *_tensorboard(folder, rows),
-        *_faults(folder),
     ]
     more = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     first, last, tokens = rows[0], rows[-1], int(rows[-1]["tokens"])
@@ -76,14 +72,6 @@ def check_run(folder: RunFolder) -> tuple[list[str], list[str]]:
 def _seconds(before: Row, row: Row) -> float:
     """Time that the steps between two rows took."""
     return float(row["step_time_ms"]) * (int(row["step"]) - int(before["step"])) / 1000
-
-
-def _faults(folder: RunFolder) -> Iterator[str]:
-    """Disagreement of the rows with those that the newest checkpoint recorded."""
-    for checkpoint in list_checkpoints(folder.checkpoints)[-1:]:
-        with suppress(UserError):  # a damaged checkpoint, which a resumption reports
-            if fault := fault_of_rows(folder, checkpoint):
-                yield fault
 
 
 def _steps(rows: Sequence[Row], config: TrainConfig, folder: RunFolder) -> Iterator[str]:

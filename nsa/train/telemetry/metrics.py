@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 import logging
@@ -173,15 +172,9 @@ class MetricsWriter:
         _check_row(row, self._last_step)
         row = {"step": row["step"], "time_unix_s": round(time.time(), 3), **row}
         self._last_step = int(row["step"])
-        self._num_rows += 1
-        self._digest.update(_to_line(row))
         for _, rows in self._outputs:
             rows.append(row)
         self._write_waiting()
-
-    def record(self) -> dict[str, Any]:
-        """:func:`record_of` the rows so far, including those that wait in memory."""
-        return {"rows": self._num_rows, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
         """Try a last time to write rows that a full disk keeps waiting."""
@@ -201,8 +194,7 @@ class MetricsWriter:
             logger.warning(what, number, error)
 
     def _start_after(self, step: float) -> None:
-        lines = _set_aside_after(self._jsonl.path, step)
-        self._num_rows, self._digest = len(lines), hashlib.sha256(b"".join(lines))
+        _set_aside_after(self._jsonl.path, step)
         rows = read_metrics(self._jsonl.path)
         self._last_step = self._begun_after = int(rows[-1]["step"]) if rows else -1
         self._rewrite_csv(names(rows))
@@ -320,24 +312,13 @@ def _as_row(values: Any) -> Row | None:
     return row if fits and all(type(count) is int for count in counts) else None
 
 
-def record_of(lines: Sequence[bytes]) -> dict[str, Any]:
-    """Number of rows and their hash, which a checkpoint stores."""
-    return {"rows": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
-
-
-def lines_until(path: Path, step: float) -> tuple[list[bytes], list[bytes]]:
-    """Lines of the rows up to a step, and all other lines."""
+def _set_aside_after(path: Path, step: float) -> None:
+    """Move rows after ``step`` and an unfinished last line to another file."""
     kept, others = list[bytes](), list[bytes]()
     for line, row in lines_and_rows(path):
         (kept if row is not None and row["step"] <= step else others).append(line)
-    return kept, others
-
-
-def _set_aside_after(path: Path, step: float) -> list[bytes]:
-    """Move rows after ``step`` and an unfinished last line to another file; return the rest."""
-    kept, others = lines_until(path, step)
     if not others:
-        return kept
+        return
     number = 1
     while (target := path.with_name(f"{path.stem}.set-aside-{number}{path.suffix}")).exists():
         number += 1
@@ -345,4 +326,3 @@ def _set_aside_after(path: Path, step: float) -> list[bytes]:
     # loses none.
     replace_text(target, b"".join(others))
     replace_text(path, b"".join(kept))
-    return kept
