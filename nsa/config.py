@@ -209,6 +209,8 @@ class NSAConfig:
                 f"have rows (layer from -1, length from 1 to 2**63 - 1, n from {forced} to {most})"
             )
             check(fits, name, rule, row)
+        exact = self.score_precision == "exact" or self.scores != "random"
+        check_field(self, exact, "score_precision", "be exact with scores random")
         if self.coarse_block_size is None:
             rule = "be 0 without coarse_block_size"
             check_field(self, self.num_coarse_blocks == 0, "num_coarse_blocks", rule)

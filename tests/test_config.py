@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("compress_stride", 32, {"compress_block_size": 32, "block_size": 16}),
     ("num_selected_blocks", 8, {"num_init_blocks": 4, "num_local_blocks": 5}),
     ("coarse_block_size", 128, {"scores": "token_max", "num_coarse_blocks": 9}),
+    ("score_precision", "fp8", {"scores": "random"}),
     ("scores", "mean", {}),
     ("gate_temperature", 0.0, {"gate": "softmax"}),
     ("gate_bias", 2.0, {"gate": "softmax"}),

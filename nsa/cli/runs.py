@@ -38,6 +38,7 @@ def evaluate(
     distractors: int = 0,
     seed: int = 0,
     passage: int = 0,
+    scores: Literal["compressed", "token_max", "random"] | None = None,
 ) -> int:
     """Measure a trained model on text.
 
@@ -73,6 +74,8 @@ def evaluate(
         distractors: similar sentences about other words in each context
         seed: seed of the contexts
         passage: hide a passage of the text of so many tokens instead of a made-up word
+        scores: select blocks by other scores than in training, to measure what the selection is
+            worth; --against keeps its own
     """
     from nsa.train.run_folder import RunFolder
 
@@ -101,6 +104,7 @@ def evaluate(
             save=save,
             repeat=repeat,
             needle=_needles(needle, lengths, depths, cases, distractors, seed, passage),
+            scores=scores,
         ):
             figures |= finding.figures
             if not json:

@@ -30,10 +30,10 @@ class _File(NamedTuple):
     about: dict[str, Any]
 
     def described(self) -> dict[str, Any]:
-        """Run, step and figures."""
-        names = {name: self.about[name] for name in ("run", "step")}
+        """Run, step, scores if they were changed, and figures."""
+        about = {x: self.about[x] for x in self.about if x in ("run", "step", "scores")}
         positions = self.measurement.by_position()
-        return {**names, **self.measurement.figures(), "positions": positions}
+        return {**about, **self.measurement.figures(), "positions": positions}
 
 
 def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]) -> None:
@@ -44,7 +44,8 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
         measurement: sums by document and by position.
         about: ``run``, ``step``, ``split``, ``text``, ``tokenizer``, ``seq_len``, ``windows``; if
             known, ``seed`` of the run, ``checkpoint_sha256``, ``text_sha256``, ``data_seed`` of a
-            synthetic task, ``document_mask``, ``device``, rows of ``needles``.
+            synthetic task, ``document_mask``, ``device``, ``scores`` other than the trained ones,
+            rows of ``needles``.
     """
     with new_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(

@@ -207,6 +207,43 @@ def test_eval_takes_a_checkpoint_and_prints_json(run, nsa, refusal):
         assert refusal(f"{command} --checkpoint 3") == f"nsa: {why}"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_eval_selects_by_other_scores(tiny, nsa, refusal, shared):
+    """The trained weights with a model of these scores; --against keeps those of the training."""
+    words = f"train tiny.yaml --steps 2 --sample-tokens 0 --model.nsa.share-kv {shared}".lower()
+    nsa(f"{words} --run-dir whole")
+    nsa(f"{words} --run-dir some --model.nsa.branches slc,win --model.nsa.scores token_max")
+    words, found = "eval whole --seq-len 160 --windows 2", {}
+    for scores in ("compressed", "token_max", "random"):
+        text = nsa(f"{words} --scores {scores} --save {scores}.npz")
+        assert f"scores: {scores} in this evaluation, compressed in training" in text
+        found[scores] = json.loads(nsa(f"{words} --scores {scores} --against whole --json"))
+        assert found[scores]["scores"] == scores
+        assert (found[scores]["difference_bits_per_byte"] == 0) == (scores == "compressed")
+    plain = json.loads(nsa(f"{words} --json"))
+    assert plain.items() <= found["compressed"].items()
+    assert "scores" not in plain
+    assert len({one["bits_per_byte"] for one in found.values()}) == 3
+    both = json.loads(nsa("compare random.npz --against compressed.npz --json"))
+    assert [both[side][0]["scores"] for side in ("runs", "against")] == ["random", "compressed"]
+
+    passages = [
+        json.loads(
+            nsa(
+                f"eval some {words} --seq-len 160 --windows 1 --repeat 16 --needle --cases 1 --json"
+            )
+        )
+        for words in ("", "--scores random")
+    ]
+    for name in ("repeats", "needles", "bits_per_byte"):
+        assert passages[0][name] != passages[1][name]
+    if shared:  # compressed keys are means of those that the model has
+        assert json.loads(nsa("eval some --scores compressed --json"))["scores"] == "compressed"
+    else:
+        why = "--scores must need no more weights than the trained ones, got compressed. They have"
+        assert why in refusal("eval some --scores compressed")
+
+
 def test_eval_takes_any_text(run, nsa, refusal, monkeypatch):
     def measured(words):
         return json.loads(nsa(f"eval run --json --text {words}"))
@@ -281,6 +318,7 @@ def test_eval_compares_runs_on_the_test_split(tiny, nsa, refusal, words):
 
 def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):
     nsa(f"train tiny.yaml {TEST_SPLIT} --run-dir other")
+    nsa(f"train tiny.yaml {TEST_SPLIT} --run-dir dense --model.attention dense")
     nsa(f"train tiny.yaml {TEST_SPLIT} --run-dir bpe {BPE}")
     for words, why in (
         (
@@ -295,6 +333,7 @@ def test_eval_refuses_what_cannot_be_compared(run, nsa, refusal):
         ("other --split test --text a", "--split must be left out with --text"),
         ("other --split test --seq-len 99999", "tokens of the test text, got 99999."),
         ("run --against nowhere", "--against must be a folder that a run made"),
+        ("dense --scores random", "--scores must be left out for a model that selects no blocks"),
     ):
         assert why in refusal(f"eval {words}")
     assert "no interval: one document" in nsa("eval run --against run --text tiny.yaml")

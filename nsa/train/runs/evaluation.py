@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -76,6 +77,27 @@ def load_model(
     return model.eval(), step_of(checkpoint)
 
 
+def with_scores(model: LanguageModel, config: LMConfig, scores: Any) -> LanguageModel:
+    """Model with the weights of ``model`` that selects blocks by other scores.
+
+    Args:
+        model: the trained model.
+        config: its configuration.
+        scores: see :class:`nsa.NSAConfig`.
+
+    Raises:
+        UserError: the model selects no blocks, or lacks parameters that compress keys.
+    """
+    selects = config.attention == "nsa" and "slc" in config.nsa.branches
+    check(selects, "--scores", "be left out for a model that selects no blocks", scores)
+    changed = replace(config, nsa=replace(config.nsa, scores=scores))
+    other = LanguageModel(changed).to(model.embedding.weight.device)
+    missing, _ = other.load_state_dict(model.state_dict(), strict=False)
+    hint = f"They have no {''.join(missing[:1])}."
+    check(not missing, "--scores", "need no more weights than the trained ones", scores, hint)
+    return other.eval()
+
+
 def read_text(folder: RunFolder, text: str) -> TextSource:
     """Read all tokens of a file, a folder or standard input; one document is one file.
 
@@ -143,6 +165,7 @@ def evaluate_run(
     save: Path | None = None,
     repeat: int | None = None,
     needle: NeedleConfig | None = None,
+    scores: str | None = None,
 ) -> Iterator[Finding]:
     """Measure a checkpoint of a run on a split of its data or on any other text.
 
@@ -160,6 +183,8 @@ def evaluate_run(
         repeat: tokens of a passage that the model has to repeat, see
             :func:`nsa.train.evaluation.repeated_passages`.
         needle: contexts with a needle that the model has to find; None for none.
+        scores: scores by which the run's model selects blocks, see :func:`with_scores`; None takes
+            the trained ones. The model of ``against`` keeps its own.
 
     Yields:
         Findings, each as soon as it is known.
@@ -196,6 +221,11 @@ def evaluate_run(
 
     model, step = load_model(config.model, path, on)
     about: dict[str, Any] = {"run": str(folder.path), "step": step, "device": on.type}
+    if scores is not None:
+        model = with_scores(model, config.model, scores)
+        about["scores"] = scores
+        trained = config.model.nsa.scores
+        yield Finding(f"scores: {scores} in this evaluation, {trained} in training", {})
     yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
