@@ -216,7 +216,7 @@ def test_eval_selects_by_other_scores(tiny, nsa, refusal, shared):
     words, found = "eval whole --seq-len 160 --windows 2", {}
     for scores in ("compressed", "token_max", "random"):
         text = nsa(f"{words} --scores {scores} --save {scores}.npz")
-        assert f"scores: {scores} in this evaluation, compressed in training" in text
+        assert f"; blocks selected by scores {scores}\n" in text
         found[scores] = json.loads(nsa(f"{words} --scores {scores} --against whole --json"))
         assert found[scores]["scores"] == scores
         assert (found[scores]["difference_bits_per_byte"] == 0) == (scores == "compressed")

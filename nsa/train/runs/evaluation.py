@@ -222,10 +222,7 @@ def evaluate_run(
     model, step = load_model(config.model, path, on)
     about: dict[str, Any] = {"run": str(folder.path), "step": step, "device": on.type}
     if scores is not None:
-        model = with_scores(model, config.model, scores)
-        about["scores"] = scores
-        trained = config.model.nsa.scores
-        yield Finding(f"scores: {scores} in this evaluation, {trained} in training", {})
+        model, about["scores"] = with_scores(model, config.model, scores), scores
     yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
@@ -249,7 +246,8 @@ def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
     parameters = model.num_parameters()["total"]
     yield Finding(f"model: {model.parameter_summary()}", {"parameters": parameters})
     line = "checkpoint: step {step} of {run}, on {device} in {compute_dtype}"
-    yield Finding(line.format(**about), about)
+    instead = "; blocks selected by scores {scores}" if "scores" in about else ""
+    yield Finding(f"{line}{instead}".format(**about), about)
 
 
 def _text(
