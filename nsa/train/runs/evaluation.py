@@ -194,9 +194,7 @@ def evaluate_run(
             longer those of the run, or a run on other data to compare with.
     """
     config = folder.load_config()
-    given = {"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len}
-    for name, value in given.items():
-        check(value is None or value > 0, f"--{name}", "be positive", value)
+    _check_positive({"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len})
     seq_len, size = seq_len or config.seq_len, micro_batch or config.micro_batch
     check_output("--save", save, is_new=True)
     if text is not None:
@@ -240,6 +238,11 @@ def evaluate_run(
         loss = NextTokenLoss(model, second.loss_chunk)
         yield from _paired(against, step, result, measured(loss, part.windows))
         yield from retrieval("against_", loss)
+
+
+def _check_positive(options: dict[str, int | None]) -> None:
+    for name, value in options.items():
+        check(value is None or value > 0, f"--{name}", "be positive", value)
 
 
 def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
