@@ -194,12 +194,10 @@ def evaluate_run(
             longer those of the run, or a run on other data to compare with.
     """
     config = folder.load_config()
-    _check_positive({"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len})
+    numbers = {"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len}
+    _check_options(numbers, split, text, repeat)
     seq_len, size = seq_len or config.seq_len, micro_batch or config.micro_batch
     check_output("--save", save, is_new=True)
-    if text is not None:
-        check(split == "validation", "--split", "be left out with --text", split)
-        check(repeat is None, "--repeat", "be left out with --text", repeat)
     on, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
     if against is not None:
         other = find_checkpoint(against.checkpoints, checkpoint)
@@ -240,9 +238,14 @@ def evaluate_run(
         yield from retrieval("against_", loss)
 
 
-def _check_positive(options: dict[str, int | None]) -> None:
-    for name, value in options.items():
+def _check_options(
+    numbers: dict[str, int | None], split: Split, text: str | None, repeat: int | None
+) -> None:
+    for name, value in numbers.items():
         check(value is None or value > 0, f"--{name}", "be positive", value)
+    if text is not None:
+        check(split == "validation", "--split", "be left out with --text", split)
+        check(repeat is None, "--repeat", "be left out with --text", repeat)
 
 
 def _model(model: LanguageModel, about: dict[str, Any]) -> Iterator[Finding]:
