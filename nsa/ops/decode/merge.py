@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
+import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
@@ -24,6 +25,56 @@ from nsa.ops.decode.layout import (
     query_rows,
     store_partial,
 )
+
+
+@triton.jit
+def selected_split(
+    q,
+    where,
+    ids_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    reads_ptr,
+    scale,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+):
+    """Partial out and lse over a program's share of the selected blocks of one query."""
+    b, head, t, table_width = where
+    SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
+    STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
+    row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
+    n = tl.arange(0, BLOCK_IDS)
+    found = tl.load(ids_ptr + n, mask=n < P.N, other=-1) >= 0
+    begin = tl.program_id(1) * SHARE
+    end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
+    keys = 0
+    # Page lookups run one step ahead, so that loads of keys and values can be pipelined.
+    table_ptr += b * table_width
+    block = tl.load(ids_ptr + begin, mask=begin < end, other=0)
+    page = tl.load(table_ptr + block, mask=begin < end, other=0)
+    for i in tl.range(begin * STEPS, end * STEPS):
+        ahead = (i + 1) // STEPS
+        next_block = tl.load(ids_ptr + ahead, mask=ahead < end, other=0)
+        next_page = tl.load(table_ptr + next_block, mask=ahead < end, other=0)
+        row = i % STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
+        p = block * P.BLOCK_SIZE + row
+        here = p <= t
+        at = (page.to(tl.int64) * P.BLOCK_SIZE + row) * P.HKV + head
+        k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
+        v = load_rows(v_ptr, at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
+        s = tl.where(here[None, :], products(q, k, False), -float("inf"))
+        row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
+        keys += tl.sum(here.to(tl.int32), 0)
+        block = next_block
+        page = next_page
+    if tl.program_id(2) == 0:
+        count_reads(reads_ptr, b * P.HKV + head, keys, 1)
+    return softmax_result(row_max, total, acc)
 
 
 @kernel(do_not_specialize=CAPACITIES)
@@ -86,39 +137,21 @@ def decode_merge_kernel(
         ok_m = (m < BLOCK_G) & (row_m < end_row)
         q = load_rows(q_ptr, place_m, ok_m, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         token = b * P.QUERIES + query
-        ids_row = ids_ptr + (token * P.HKV + head) * P.N
-        scale = softmax_scale * LOG2_E
-        t = cached + query
-        SHARE: tl.constexpr = (P.N + SPLITS.slc - 1) // SPLITS.slc
-        STEPS: tl.constexpr = P.BLOCK_SIZE // BLOCK_N
-        row_max, total, acc = softmax_start(BLOCK_M, HEADS.BLOCK_DV)
-        n = tl.arange(0, BLOCK_IDS)
-        found = tl.load(ids_row + n, mask=n < P.N, other=-1) >= 0
-        begin = tl.program_id(1) * SHARE
-        end = tl.minimum(begin + SHARE, tl.sum(found.to(tl.int32), 0))
-        keys = 0
-        # Page lookups run one step ahead, so that loads of keys and values can be pipelined.
-        table_ptr += b * table_width
-        block = tl.load(ids_row + begin, mask=begin < end, other=0)
-        page = tl.load(table_ptr + block, mask=begin < end, other=0)
-        for i in tl.range(begin * STEPS, end * STEPS):
-            ahead = (i + 1) // STEPS
-            next_block = tl.load(ids_row + ahead, mask=ahead < end, other=0)
-            next_page = tl.load(table_ptr + next_block, mask=ahead < end, other=0)
-            inside = i % STEPS * BLOCK_N + tl.arange(0, BLOCK_N)
-            p = block * P.BLOCK_SIZE + inside
-            here = p <= t
-            key_at = (page.to(tl.int64) * P.BLOCK_SIZE + inside) * P.HKV + head
-            k = load_rows(k_ptr, key_at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
-            v = load_rows(v_ptr, key_at, here, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
-            s = tl.where(here[None, :], products(q, k, False), -float("inf"))
-            row_max, total, acc = softmax_step(s, v, row_max, total, acc, scale)
-            keys += tl.sum(here.to(tl.int32), 0)
-            block = next_block
-            page = next_page
-        if tl.program_id(2) == 0:
-            count_reads(reads_ptr, b * P.HKV + head, keys, 1)
-        out, lse = softmax_result(row_max, total, acc)
+        out, lse = selected_split(
+            q,
+            (b, head, cached + query, table_width),
+            ids_ptr + (token * P.HKV + head) * P.N,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            reads_ptr,
+            softmax_scale * LOG2_E,
+            P,
+            HEADS,
+            SPLITS,
+            BLOCK_N,
+            BLOCK_IDS,
+        )
         let_next_start()
         others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
         if SPLITS.slc == 1:
