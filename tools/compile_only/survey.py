@@ -185,7 +185,11 @@ PART = {
     ]
     for sizes in ((64, 64), (192, 128))
 }
-GROUP_SIZES = {(64, 64): (1, 3, 4, 6, 8, 16, 64), (128, 128): (4, 16, 64), (192, 128): (6, 16, 64)}
+GROUP_SIZES = {
+    (64, 64): (1, 3, 4, 6, 8, 12, 16, 64),
+    (128, 128): (4, 16, 64),
+    (192, 128): (6, 16, 64),
+}
 HEAD_SIZES = ((16, 16), (32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
 
 
@@ -199,6 +203,15 @@ def whole() -> list[list[Case]]:
     found += [[case for g in (6, 16) for case in usual(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
     found += [[case for g in (6, 16, 64) for case in steps(*sizes, g)] for sizes in HEAD_SIZES]
     found += [[case for g in (6, 16) for case in steps(*sizes, g, "fp32")] for sizes in HEAD_SIZES]
+    by_token = (*BY_TOKEN, ("branches", ("slc", "win")))
+    found += [
+        [
+            Case(*sizes, g, dtype, SHORT, by_token)
+            for dtype in ("bf16", "fp32")
+            for g in GROUP_SIZES.get(sizes, (6, 64))
+        ]
+        for sizes in HEAD_SIZES
+    ]
     return [*found, variations()]
 
 

@@ -15,7 +15,7 @@ from nsa.ops._layout import Heads, block_of, by_head, next_power_of_2, rows
 from nsa.ops._operator import Call, KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.tuning import Tile, tile_for
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import (
     SelectionInputs,
@@ -178,8 +178,10 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         first = Launch(forced_lse_kernel, (tiles, q.shape[1]), **constants)
         constants = constants_of(low, low_k, keys, selection, tile)
         # Whole blocks, or a part of one if its keys do not fit. Queries that are loaded for each
-        # product are used for more keys.
+        # product are used for more keys, whose products need more registers.
         more = 1 if constants["TILE"].keep_queries else 4
+        if more > 1:
+            constants["maxnreg"] = MOST_REGISTERS
         most = min(more, 2) * PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
         columns = max(more * PRODUCT_KEYS, selection.block_size)
         columns = min(columns, max(most, 16), step * selection.block_size)
