@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from nsa.ops import muon
 from nsa.ops._backend import as_on_gpu
+from nsa.train.distributed.processes import own_part
 from nsa.train.optim import Muon
 from tests.train.cases import all_equal
 
@@ -33,10 +34,12 @@ def matrices(*shapes: tuple[int, int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def set_gradients(parameters: list[nn.Parameter], seed: int) -> None:
+def set_gradients(parameters: list[nn.Parameter], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator)
+    gradients = [1e-3 * torch.randn(x.shape, generator=generator) for x in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return gradients
 
 
 def fp64_steps(weight: Tensor, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -60,8 +63,7 @@ def test_steps_are_those_of_muon_in_fp64():
     optimizer, started = Muon(parameters, LR, DECAY), [x.detach().clone() for x in parameters]
     gradients = []
     for seed in range(3):
-        set_gradients(parameters, seed)
-        gradients.append([x.grad for x in parameters])
+        gradients.append(set_gradients(parameters, seed))
         with as_on_gpu():
             optimizer.step(torch.zeros(()))
     for i, parameter in enumerate(parameters):
@@ -75,11 +77,11 @@ def test_a_cancelled_update_keeps_every_bit():
     parameters = matrices((24, 12), (12, 40), (24, 12))
     optimizer = Muon(parameters, LR, DECAY)
     for cancel in (1.0, 0.0, 1.0):
-        set_gradients(parameters, 0)
+        first, second, _ = set_gradients(parameters, 0)
         momenta = [optimizer.state[x]["momentum_buffer"] for x in parameters]
         before = [x.detach().clone() for x in (*parameters, *momenta)]
         if cancel:
-            parameters[0].grad[0, 0], parameters[1].grad[2, 3] = math.nan, math.inf
+            first[0, 0], second[2, 3] = math.nan, math.inf
         with as_on_gpu():
             optimizer.step(torch.tensor(cancel))
         assert all_equal(before, (*parameters, *momenta)) == bool(cancel)
@@ -110,15 +112,18 @@ def test_shards_are_updated_by_their_rows_of_the_update():
 def test_sharded_matrices_become_those_of_one_process(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     whole, mesh = matrices((24, 12), (24, 12), (12, 40)), init_device_mesh("cpu", (1,))
-    sharded = [nn.Parameter(distribute_tensor(x.detach().clone(), mesh, [Shard(0)])) for x in whole]
+
+    def shard(x: Tensor) -> Tensor:
+        return distribute_tensor(x.detach().clone(), mesh, [Shard(0)])
+
+    sharded = [nn.Parameter(shard(x)) for x in whole]
     optimizers = [Muon(some, LR, DECAY) for some in (whole, sharded)]
     for seed in range(2):
-        set_gradients(whole, seed)
-        for x, y in zip(whole, sharded, strict=True):
-            y.grad = distribute_tensor(x.grad.clone(), mesh, [Shard(0)])
+        for x, gradient in zip(sharded, set_gradients(whole, seed), strict=True):
+            x.grad = shard(gradient)
         for optimizer in optimizers:
             with as_on_gpu():
                 optimizer.step(torch.zeros(()))
     dist.destroy_process_group()
-    found = [x.to_local() for x in sharded]
+    found = [own_part(x.detach()) for x in sharded]
     torch.testing.assert_close(found, [x.detach() for x in whole], atol=2e-5, rtol=1e-5)

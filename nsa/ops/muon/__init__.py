@@ -26,8 +26,8 @@ OPTIONS = {"BLOCK": BLOCK, "num_warps": 8}
 
 
 def update_momenta(
-    momenta: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    momenta: list[Tensor],
+    gradients: list[Tensor],
     cancel: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +79,7 @@ def normalized(x: Tensor, squares: Tensor | None) -> Tensor:
 
 
 def update_weights(
-    weights: Sequence[Tensor],
+    weights: list[Tensor],
     updates: Tensor,
     lr: Tensor,
     decay: float,

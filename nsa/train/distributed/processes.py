@@ -154,6 +154,8 @@ def first_row(tensor: Tensor) -> int:
 def gather_part(part: Tensor, like: Tensor) -> Tensor:
     """Return the whole of a tensor that is split as ``like`` is; all processes call this."""
     assert is_sharded(like)
-    sizes = {"shape": like.shape, "stride": like.stride()}
-    split = type(like).from_local(part, like.device_mesh, like.placements, **sizes)
-    return gather(split)
+    return gather(
+        type(like).from_local(
+            part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+    )
