@@ -24,7 +24,6 @@ from nsa.ops._checks import (
 from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops._triton.tuning import scatter_of
 from nsa.ops.attention import BranchInputs, run_attention
 from nsa.ops.compression import PhiWeights, Raw, check_weights, run_compress
 from nsa.ops.statistics import add_statistics
@@ -176,6 +175,8 @@ def attend(
         call = replace(call, sequences=call.sequences.with_blocks(config))
     result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
     if statistics is not None:
+        from nsa.ops._triton.tuning import scatter_of
+
         size, index = max(config.head_dim, config.value_dim), inputs.q.device.index
         where = (size, inputs.q.element_size(), index if inputs.q.is_cuda else None)
         threshold = scatter_of("selected_attention_fwd", *where) * config.num_selected_blocks

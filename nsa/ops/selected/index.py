@@ -276,15 +276,13 @@ def make_lists(
     block_size: int,
     rows: int,
     tile_stats: Tensor | None,
-    *,
-    counted: bool,
-    scatter: float = 0.0,
+    scatter: float | None = None,
 ) -> Lists:
     """Build the list of every tile of ``rows`` rows (queries by heads).
 
-    The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. If the
-    selection is ``counted`` there already, lists stay empty if their mean length exceeds
-    ``scatter`` times n, because they are not read.
+    The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. With
+    ``scatter`` they are there already, and lists stay empty if their mean length exceeds
+    ``scatter`` times n.
     """
     num_q, num_kv_heads, n = block_indices.shape
 
@@ -299,12 +297,12 @@ def make_lists(
             (num_lists, num_kv_heads),
             G=group_size,
             HKV=num_kv_heads,
-            BLOCKS=SelectedBlocks(n, block_size, scatter * n),
+            BLOCKS=SelectedBlocks(n, block_size, (scatter or 0.0) * n),
             ROWS=rows,
             LIST_LEN=queries * n,
             PAD_Q=pad_q,
             PAD_N=pad_n,
-            COUNTED=counted,
+            COUNTED=scatter is not None,
             WORD=word_of(cdiv(sequences.len_k, block_size)),
             num_warps=max(1, min(8, queries * pad_n // 256)),
         )

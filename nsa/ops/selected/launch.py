@@ -205,7 +205,7 @@ def selected_forward(
                 fill_index(*gathered, inputs=inputs, call=call, unique=unique)
         wait = streams.record()
         sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
-        lists = make_lists(block_indices, call.sequences, *sizes, counter, counted=False)
+        lists = make_lists(block_indices, call.sequences, *sizes, counter)
         launch = once(
             lambda: over_lists(selected_fwd_kernel, lists, tile, used, constants_of(inputs, call))
         )
@@ -385,9 +385,10 @@ def _tiled_query_gradient(
     where = call.sequences
     tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
     sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
-    scatter = once(lambda: scatter_for("selected_attention_dq", inputs))
-    counted: dict[str, Any] = {"counted": tile_stats is not None, "scatter": scatter}
-    lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, **counted)
+    scatter = None
+    if tile_stats is not None:
+        scatter = once(lambda: scatter_for("selected_attention_dq", inputs))
+    lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, scatter)
     launch = once(
         lambda: over_lists(
             selected_dq_kernel, lists, tile, used, constants_of(inputs, call, dout), ADD=gated.adds
