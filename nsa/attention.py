@@ -26,7 +26,6 @@ from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
 from nsa.ops.attention import BranchInputs, run_attention
 from nsa.ops.compression import PhiWeights, Raw, check_weights, run_compress
-from nsa.ops.selected import SCATTER_THRESHOLD
 from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
@@ -176,7 +175,11 @@ def attend(
         call = replace(call, sequences=call.sequences.with_blocks(config))
     result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
     if statistics is not None:
-        threshold = SCATTER_THRESHOLD * config.num_selected_blocks
+        from nsa.ops._triton.tuning import scatter_of
+
+        size, index = max(config.head_dim, config.value_dim), inputs.q.device.index
+        where = (size, inputs.q.element_size(), index if inputs.q.is_cuda else None)
+        threshold = scatter_of("selected_attention_fwd", *where) * config.num_selected_blocks
         seen = (inputs.gates, result.block_indices, result.tile_stats)
         add_statistics(statistics, *seen, threshold, config, call.sequences, backend)
     if observer is not None:

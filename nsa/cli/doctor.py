@@ -26,8 +26,9 @@ from nsa.ops._triton.tuning import (
     default_tile,
     device_table,
     load_table,
+    scatter_of,
 )
-from nsa.ops.selected.types import SCATTER_THRESHOLD, always_tiled
+from nsa.ops.selected.types import always_tiled
 from nsa.train import environment
 
 _PROBE = NSAConfig(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)
@@ -202,20 +203,23 @@ def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
     """Kernels and algorithms that run for a shape, with their tiles, and the reason."""
     yield "on a CPU: eager PyTorch"
     n, lengths = config.num_selected_blocks, (seq_len, seq_len, config.block_size)
-    tiled = always_tiled("auto", config.group_size, n, *lengths)
-    limit = f"{SCATTER_THRESHOLD * n:g} blocks or fewer"
+    size, item_size = max(config.head_dim, config.value_dim), 4 if dtype == "fp32" else 2
+    where = (size, item_size, 0 if torch.cuda.is_available() else None)
+    forward, dq = (scatter_of(f"selected_attention_{kind}", *where) for kind in ("fwd", "dq"))
+    tiled = always_tiled("auto", config.group_size, n, *lengths, forward)
+    limit = f"{forward * n:g} blocks or fewer"
     if tiled:
         why = f"because in sequences so short a tile selects {limit}"
         yield f"selected branch: the tiled algorithm, {why}, the mean over tiles"
     else:
         yield "selected branch: decided on the GPU in each call (in training the metrics"
         yield "  selected_tiled_calls and selected_gathered_calls count the calls):"
-        yield f"  tiled while a tile selects {limit}, the mean over tiles; otherwise gathered"
+        yield f"  tiled while a tile selects {limit} (backward: {dq * n:g}), the mean over tiles;"
+        yield "  otherwise gathered"
     shipped = [load_table(path) for path in sorted(TABLES.glob("*.json"))]
     for gpu, capability, table in _tables() or [(f"no GPU; {x.gpu}", None, x) for x in shipped]:
         yield f"{gpu}:"
         for kernel in kernel_names(seq_len, tiled, config):
-            size, item_size = max(config.head_dim, config.value_dim), 4 if dtype == "fp32" else 2
             yield f"  {kernel}: {_tile_line(TileKey(kernel, size, item_size), capability, table)}"
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import Compression, GateLinear
+from nsa.ops.muon import normalized, update_momenta, update_weights
 from nsa.train.config import OptimConfig
-from nsa.train.distributed.processes import gather, own_part, own_rows
+from nsa.train.distributed.processes import first_row, gather_part, is_sharded, own_part
 
 # Runs an update with its argument: by a call, or by replaying a CUDA graph.
 Through = Callable[[Callable[[Tensor], None], Tensor], None]
 
-MOMENTUM = 0.95
 # Newton-Schulz iterations of a x + b x^3 + c x^5, which drives singular values towards 1.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
 BATCH_ELEMENTS = 2**23  # of matrices that are multiplied in one batch
@@ -202,7 +202,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, cancel: Tensor, through: Through = run_now) -> None:  # type: ignore[override]
         """Update all matrices; if ``cancel`` is 1, they and their momentum do not change.
 
-        Gradients are overwritten.
+        Gradients may be overwritten.
 
         Args:
             cancel: fp32 scalar, 0 or 1; the host does not wait for it.
@@ -220,31 +220,17 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, matrices: Sequence[nn.Parameter], cancel: Tensor) -> None:
         """Update matrices of one shape; on a GPU this takes 8 bytes per element."""
-        lr, decay = self._lr, self.param_groups[0]["weight_decay"]
         rows, columns = matrices[0].shape
-        live = 1 - cancel
-        kept = (live * (1 - lr * decay) + cancel).float()
-        rate = (live * (lr * max(1.0, rows / columns) ** 0.5)).float()
-        ahead = self._look_ahead(matrices, cancel.bool())
-        updates = orthogonalized(ahead)
-        weights = [own_part(matrix.detach()) for matrix in matrices]
-        torch._foreach_mul_(weights, kept)
-        for matrix, weight, update in zip(matrices, weights, updates, strict=True):
-            weight.addcmul_(own_rows(matrix, update), rate, value=-1)
-
-    def _look_ahead(self, matrices: Sequence[nn.Parameter], keep: Tensor) -> Tensor:
-        """Update the momenta and return Nesterov's estimates in the dtype of the products.
-
-        If the update is cancelled, the momentum replaces the gradient, which may be NaN.
-        """
+        decay, factor = self.param_groups[0]["weight_decay"], max(1.0, rows / columns) ** 0.5
         momenta = [own_part(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         gradients = [own_part(_gradient(matrix)) for matrix in matrices]
-        for momentum, gradient in zip(momenta, gradients, strict=True):
-            torch.where(keep, momentum, gradient, out=gradient)
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        torch._foreach_lerp_(gradients, momenta, MOMENTUM)
-        dtype = product_dtype(keep.device)
-        return torch.stack([gather(_gradient(matrix).to(dtype)) for matrix in matrices])
+        ahead, squares = update_momenta(momenta, gradients, cancel, product_dtype(cancel.device))
+        if is_sharded(matrices[0]):
+            parts = zip(ahead, matrices, strict=True)
+            ahead, squares = torch.stack([gather_part(*part) for part in parts]), None
+        weights, begin = [own_part(matrix.detach()) for matrix in matrices], first_row(matrices[0])
+        updates = orthogonalized(ahead, squares)[:, begin : begin + weights[0].shape[0]]
+        update_weights(weights, updates, self._lr, decay, factor, cancel)
 
 
 def batches_of(matrices: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -269,12 +255,13 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def orthogonalized(x: Tensor) -> Tensor:
+def orthogonalized(x: Tensor, squares: Tensor | None = None) -> Tensor:
     """Bring the singular values of matrices ``[N, rows, columns]`` to about 1 (0.7 to 1.2).
 
     Newton-Schulz iterations start from the smaller side, so that no matrix is transposed in memory.
+    See :func:`nsa.ops.muon.normalized` for ``squares``.
     """
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    x = normalized(x, squares)
     a, b, c = COEFFICIENTS
     is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(ITERATIONS):

@@ -60,6 +60,7 @@ _OPERATORS = (
 _KERNELS = (
     *_OPERATORS,
     ("(?i:.*nccl)", stages.COMMUNICATION),
+    ("muon_", stages.OPTIMIZER),
     ("Memcpy HtoD", stages.DATA),
     ("Memcpy DtoH|add_statistics_kernel", stages.TELEMETRY),
     ("(?i:.*(gemm|gemv|nvjet|xmma|cutlass|splitk))|triton_tem_", PRODUCTS),

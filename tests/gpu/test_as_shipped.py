@@ -67,7 +67,8 @@ def test_nothing_is_compiled_in_500_steps(tmp_path, attention, by_layer):
 def test_kernels_ahead_are_those_of_a_step(tmp_path):
     """Launches that are predicted without a GPU are those of a step on this one."""
     data = DataConfig(source="corpus")
-    config = tiny_config(tmp_path, model=MODEL, data=data, **ON_GPU, seq_len=2048, telemetry=True)
+    more = {"seq_len": 2048, "telemetry": True, "optim": {"name": "muon"}}
+    config = tiny_config(tmp_path, model=MODEL, data=data, **ON_GPU, **more)
     trainer = Trainer(config, RunFolder.create(tmp_path / "run", config))
     with noted_launches() as launched:
         trainer.train_step(trainer.next_batches())

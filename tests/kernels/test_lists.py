@@ -71,7 +71,7 @@ def test_lists(monkeypatch, dtype, past, word, group, rows):
     for words in ((32, 64), (64,), ()):
         monkeypatch.setattr(index, "WORDS", words)
         stats = torch.zeros(2, dtype=torch.int64)
-        lists = make_lists(found, where, group, BLOCK_SIZE, rows, stats, counted=False)
+        lists = make_lists(found, where, group, BLOCK_SIZE, rows, stats)
         assert {place: pairs(lists, *place) for place in right} == right
         assert stats.tolist() == [sum(map(len, right.values())), len(right)]
         results.append([lists.counts[place].tolist() for place in right])

@@ -22,8 +22,7 @@ from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.compression import Raw, ops, run_compress
 from nsa.ops.projection import kernels as projection_launch
 from nsa.ops.range import launch as range_launch
-from nsa.ops.selected import index, launch
-from nsa.ops.selected import types as algorithm_rules
+from nsa.ops.selected import launch
 from nsa.ops.selection import launch as selection_launch
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
@@ -181,16 +180,18 @@ def test_a_block_that_every_query_selects():
     run("gathered", Case(heads(2), (70,)), ids).check()
 
 
+def scattered_ids() -> Tensor:
+    ids = torch.rand(118, 1, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)
+    return ids[..., :3].int()
+
+
 @pytest.mark.parametrize("scattered", [False, True])
-def test_the_selection_decides(scattered, monkeypatch):
+def test_the_selection_decides(scattered):
     """Long lists by the shapes: the algorithm follows from the selection, bit for bit."""
-    for module in (index, algorithm_rules):
-        monkeypatch.setattr(module, "SCATTER_THRESHOLD", 1.25)
-    case, tile = Case(heads(2, num_selected_blocks=3), (118,)), Tile(32, 16, 4, 1)
+    case, tile = Case(heads(2, num_selected_blocks=3), (118,)), Tile(32, 16, 4, 1, scatter=1.25)
     ids = torch.tensor([0, 1, -1]).int().expand(118, 1, 3).contiguous()
     if scattered:
-        ids = torch.rand(118, 1, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)
-        ids = ids[..., :3].int()
+        ids = scattered_ids()
     found = run("any", case, ids, tile)
     found.check()
     same, other = (run(name, case, ids, tile).of_queries for name in ("gathered", "selected"))
@@ -198,6 +199,20 @@ def test_the_selection_decides(scattered, monkeypatch):
         same, other = other, same
     assert all(torch.equal(x, same[name]) for name, x in found.of_queries.items())
     assert not all(torch.equal(x, other[name]) for name, x in found.of_queries.items())
+
+
+def test_the_backward_has_its_own_threshold():
+    """The forward is gathered; dQ is not, although lse and out are the same bits."""
+    case, tile = Case(heads(2, num_selected_blocks=3), (118,)), Tile(32, 16, 4, 1)
+    ids = scattered_ids()
+    with tiles_chosen_by(
+        lambda key, _: tile._replace(scatter=5.0 if key.kernel.endswith("dq") else 1.25)
+    ):
+        found = run("any", case, ids)
+    found.check()
+    gathered = run("gathered", case, ids, tile).of_queries
+    same = {name for name, x in found.of_queries.items() if torch.equal(x, gathered[name])}
+    assert same == {"out", "lse"}
 
 
 @pytest.mark.parametrize("absent", [-1, 7])

@@ -24,6 +24,7 @@ from nsa.ops.embedding import embed
 from nsa.ops.linear import Linear
 from nsa.ops.statistics import new_statistics
 from nsa.testing import packed_offsets
+from nsa.train.execution.kernels_ahead import run_update
 from tools.compile_only.driver import kernels_take_cpu_tensors
 
 # Lengths of the longest sequence that a caller promises; None makes a dense batch. Launchers choose
@@ -49,7 +50,7 @@ def attention(
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, longest: int | None) -> None:
-    """Launch the kernels of a layer, of the gated sum and of the embedding, with backward."""
+    """Launch the kernels of a layer, gated sum and embedding, with backward, and of the update."""
     heads = torch.zeros(64, config.num_heads, config.value_dim, dtype=dtype, requires_grad=True)
     cmp, slc, win = (heads if name in config.branches else None for name in ("cmp", "slc", "win"))
     table = torch.zeros(40, config.num_heads * config.head_dim, dtype=dtype, requires_grad=True)
@@ -59,6 +60,7 @@ def attend(config: NSAConfig, dtype: torch.dtype, longest: int | None) -> None:
         outputs = [out, combine(cmp, slc, win, gates), embed(torch.zeros(64).long(), table)]
         gradients = [torch.zeros_like(x) for x in outputs]
         torch.autograd.grad(outputs, [*leaves, heads, table], gradients, allow_unused=True)
+        run_update()
 
 
 @contextmanager

@@ -38,6 +38,10 @@ OPERANDS_IN_SHARED_MEMORY = {(9, 0), (10, 0), (10, 3)}
 # Compressed keys per sequence from which on the kernels use separate tiles.
 LONG_KEYS = 1024
 
+# Selections scatter if the mean list length of a tile exceeds this multiple of n: the gathered
+# algorithm is faster then. For tiles without a measured value; the backward is that of dQ.
+SCATTER = {"selected_attention_fwd": 2.75, "selected_attention_dq": 1.95}
+
 # Registers per thread. With this limit ptxas does not spill a register just to fit one more
 # program on a multiprocessor.
 MOST_REGISTERS = 255
@@ -57,6 +61,7 @@ class Tile(NamedTuple):
         keep_queries: selection: whether the queries of all heads of a group stay on chip.
         max_registers: limit on the registers per thread, so that more programs fit on a
             multiprocessor; None means no limit.
+        scatter: selected attention, forward and dQ: see ``SCATTER``; None means its value.
     """
 
     rows: int
@@ -68,6 +73,7 @@ class Tile(NamedTuple):
     edge_stages: int = 1
     max_registers: int | None = None
     keep_queries: bool = False
+    scatter: float | None = None
 
     def launch_options(self) -> dict[str, int]:
         """Keyword arguments of a kernel launch."""
@@ -276,5 +282,18 @@ def tile_for(kernel: str, q: Tensor, v: Tensor) -> Tile:
     index = None
     if q.device.type == "cuda":
         index = torch.cuda.current_device() if q.device.index is None else q.device.index
+    return _chosen(key, index)
+
+
+def _chosen(key: TileKey, index: int | None) -> Tile:
     tile = _tile(key, index)
     return tile if _choose is None else _choose(key, tile)
+
+
+def scatter_of(kernel: str, head_size: int, element_size: int, index: int | None) -> float:
+    """Threshold of a kernel of the selected branch, see ``SCATTER``; ``index`` of a CUDA device."""
+    return _chosen(TileKey(kernel, head_size, element_size), index).scatter or SCATTER[kernel]
+
+
+# Same effect as torch.compiler.assume_constant_result, without importing the compiler.
+scatter_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

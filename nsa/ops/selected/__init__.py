@@ -13,7 +13,6 @@ from nsa.ops._sequences import open_sequences, pack
 from nsa.ops.selected.reference import selected_attention_reference
 from nsa.ops.selected.types import (
     ALGORITHMS,
-    SCATTER_THRESHOLD,
     SelectedInputs,
     SelectedResults,
 )
@@ -21,7 +20,6 @@ from nsa.stages import SELECTED, in_stage
 
 __all__ = [
     "ALGORITHMS",
-    "SCATTER_THRESHOLD",
     "SelectedInputs",
     "run_selected_attention",
     "selected_attention",

@@ -25,7 +25,6 @@ from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
 from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
-from nsa.ops.selected.types import SCATTER_THRESHOLD
 
 # Key blocks, or chunks, per program of the index kernels.
 BLOCK = 128
@@ -45,11 +44,6 @@ class SelectedBlocks(NamedTuple):
     N: int
     SIZE: int
     SCATTERED: float
-
-    @classmethod
-    def of(cls, slots: int, block_size: int) -> SelectedBlocks:
-        """Constants for this number of slots per query and this block size."""
-        return cls(slots, block_size, SCATTER_THRESHOLD * slots)
 
 
 class Lists(NamedTuple):
@@ -282,13 +276,13 @@ def make_lists(
     block_size: int,
     rows: int,
     tile_stats: Tensor | None,
-    *,
-    counted: bool,
+    scatter: float | None = None,
 ) -> Lists:
     """Build the list of every tile of ``rows`` rows (queries by heads).
 
-    The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. If the
-    selection is ``counted`` there already, lists that are not read stay empty.
+    The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. With
+    ``scatter`` they are there already, and lists stay empty if their mean length exceeds
+    ``scatter`` times n.
     """
     num_q, num_kv_heads, n = block_indices.shape
 
@@ -303,12 +297,12 @@ def make_lists(
             (num_lists, num_kv_heads),
             G=group_size,
             HKV=num_kv_heads,
-            BLOCKS=SelectedBlocks.of(n, block_size),
+            BLOCKS=SelectedBlocks(n, block_size, (scatter or 0.0) * n),
             ROWS=rows,
             LIST_LEN=queries * n,
             PAD_Q=pad_q,
             PAD_N=pad_n,
-            COUNTED=counted,
+            COUNTED=scatter is not None,
             WORD=word_of(cdiv(sequences.len_k, block_size)),
             num_warps=max(1, min(8, queries * pad_n // 256)),
         )

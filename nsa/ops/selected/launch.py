@@ -17,7 +17,7 @@ from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.kernel import Launch, fitting, source
-from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, scatter_of, tile_for
 from nsa.ops.selected.gathered import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
@@ -61,7 +61,16 @@ def is_always_tiled(inputs: SelectedInputs, call: Call) -> bool:
     """Whether the tiled algorithm runs regardless of the selection."""
     group_size = inputs.q.shape[1] // inputs.k.shape[1]
     where = (call.sequences.len_q, call.sequences.len_k, call.config.block_size)
-    return always_tiled(call.algorithm, group_size, inputs.block_indices.shape[-1], *where)
+    scatter = once(lambda: scatter_for("selected_attention_fwd", inputs))
+    n = inputs.block_indices.shape[-1]
+    return always_tiled(call.algorithm, group_size, n, *where, scatter)
+
+
+def scatter_for(kernel: str, inputs: SelectedInputs) -> float:
+    """Multiple of n that lists exceed on average if selections scatter, for forward or dQ."""
+    q, _, v, _ = inputs
+    index = q.device.index if q.is_cuda else None
+    return scatter_of(kernel, max(q.shape[-1], v.shape[-1]), q.element_size(), index)
 
 
 def num_segments(num_rows: int, slots: int, row_bytes: int) -> int:
@@ -108,12 +117,14 @@ def chunk_size(num_selections: int) -> int:
 
 
 def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None) -> dict[str, Any]:
-    """Strides, scale and sizes as kernel constants."""
+    """Strides, scale and sizes as kernel constants; with ``dout`` those of the backward."""
     q, k, v, block_indices = inputs
     strides = {"stride_q": q.stride(), "stride_k": k.stride(), "stride_v": v.stride()}
     if dout is not None:
         strides["stride_do"] = dout.stride()
-    blocks = SelectedBlocks.of(block_indices.shape[-1], call.config.block_size)
+    scatter = scatter_for(f"selected_attention_{'fwd' if dout is None else 'dq'}", inputs)
+    n = block_indices.shape[-1]
+    blocks = SelectedBlocks(n, call.config.block_size, scatter * n)
     sizes = {"HEADS": Heads.of(q, v), "BLOCKS": blocks}
     return {**strides, "softmax_scale": call.softmax_scale, **sizes}
 
@@ -194,7 +205,7 @@ def selected_forward(
                 fill_index(*gathered, inputs=inputs, call=call, unique=unique)
         wait = streams.record()
         sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
-        lists = make_lists(block_indices, call.sequences, *sizes, counter, counted=False)
+        lists = make_lists(block_indices, call.sequences, *sizes, counter)
         launch = once(
             lambda: over_lists(selected_fwd_kernel, lists, tile, used, constants_of(inputs, call))
         )
@@ -362,7 +373,7 @@ def _tiled_query_gradient(
     """dq if the tiled algorithm runs; delta and the gated lse in any case."""
 
     def row_sums() -> Launch:
-        constants = constants_of(inputs, call)
+        constants = constants_of(inputs, call, dout)
         heads, blocks = constants["HEADS"], constants["BLOCKS"]
         # Column masks need registers.
         limit = {} if heads.DV == heads.BLOCK_DV else {"maxnreg": MOST_REGISTERS}
@@ -373,11 +384,11 @@ def _tiled_query_gradient(
     q, k, v, dout, lse, delta = read
     where = call.sequences
     tile, used = once(lambda: fitted("selected_attention_dq", inputs, call))
-    sizes, counted = (
-        (q.shape[1] // k.shape[1], call.config.block_size, used),
-        tile_stats is not None,
-    )
-    lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, counted=counted)
+    sizes = (q.shape[1] // k.shape[1], call.config.block_size, used)
+    scatter = None
+    if tile_stats is not None:
+        scatter = once(lambda: scatter_for("selected_attention_dq", inputs))
+    lists = make_lists(inputs.block_indices, where, *sizes, tile_stats, scatter)
     launch = once(
         lambda: over_lists(
             selected_dq_kernel, lists, tile, used, constants_of(inputs, call, dout), ADD=gated.adds

@@ -151,7 +151,11 @@ def first_row(tensor: Tensor) -> int:
     return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
 
 
-def own_rows(target: Tensor, whole: Tensor) -> Tensor:
-    """Rows of ``whole`` that :func:`own_part` has of ``target``, a tensor of the same shape."""
-    begin = first_row(target)
-    return whole[begin : begin + own_part(target).shape[0]]
+def gather_part(part: Tensor, like: Tensor) -> Tensor:
+    """Return the whole of a tensor that is split as ``like`` is; all processes call this."""
+    assert is_sharded(like)
+    return gather(
+        type(like).from_local(
+            part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+    )

@@ -12,13 +12,14 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import Embedding, LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops.muon import normalized, update_momenta, update_weights
 from nsa.ops.statistics import new_statistics
 from nsa.train.config import TrainConfig
 from nsa.train.execution.precision import autocast
 
 
 def run_step(config: TrainConfig) -> None:
-    """Forward and backward pass of each kind of layer of a run, as in one of its micro-batches."""
+    """Forward and backward pass of each kind of layer of a run, and Muon's update."""
     model, num_tokens = config.model, config.micro_batch * config.seq_len
     # Documents would be more sequences; kernels of dense attention are PyTorch's in any case.
     offsets = torch.arange(config.micro_batch + 1, dtype=torch.int32) * config.seq_len
@@ -32,6 +33,15 @@ def run_step(config: TrainConfig) -> None:
                 attention.statistics = new_statistics("cpu")
             x = torch.empty(num_tokens, model.width, requires_grad=True)
             attention(x, cu_seqlens=offsets, max_seqlen=config.seq_len).sum().backward()
+    if config.optim.name == "muon":
+        run_update()
+
+
+def run_update() -> None:
+    """Muon's update of a matrix, without its products."""
+    cancel, matrix = torch.zeros(()), [torch.zeros(64, 64)]
+    updates = normalized(*update_momenta(matrix, matrix, cancel, torch.bfloat16))
+    update_weights(matrix, updates, cancel.double(), 0.1, 1.0, cancel)
 
 
 def run_generation(

@@ -35,13 +35,13 @@ def kernels(config: TrainConfig, lengths: tuple[int, ...] = ()) -> Counter[str]:
 
 
 def test_launches_are_those_of_forward_and_backward(tmp_path):
-    found = kernels(tiny_config(tmp_path, telemetry=True))
+    found = kernels(tiny_config(tmp_path, telemetry=True, optim={"name": "muon"}))
     # Keys and values are compressed with and without rotation; window and compressed branch share
     # kernels.
     twice = ["compress_fwd", "range_fwd", "range_dq", "range_dkv", "heads"]
     assert all(found[f"{name}_kernel"] == 2 for name in twice)
     once = "select selected_fwd selected_dq selected_gather_bwd combine_fwd add_statistics list"
-    assert all(found[f"{name}_kernel"] == 1 for name in once.split())
+    assert all(found[f"{name}_kernel"] == 1 for name in (*once.split(), "muon_momentum"))
     assert "add_statistics_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
 
 
