@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from nsa.errors import check, check_at_most, check_default, check_not_negative, check_positive
 from nsa.fields import check_field, settle
@@ -15,6 +15,27 @@ if TYPE_CHECKING:
 MAX_STEPS, MAX_SEQUENCES = 1_000_000_000, 2**20
 Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
 Synthetic = Literal["uniform", "copy", "induction", "needle"]
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Lines about made-up words that are inserted into training text, for retrieval in context.
+
+    See :class:`nsa.train.data.recall.RecallSource`.
+
+    Attributes:
+        density: share of a sequence's tokens in inserted lines, above 0 and at most 1.
+        text_share: share of all other targets that count, drawn at random; those of repeated values
+            always count. 0 trains on values alone.
+    """
+
+    density: float = 0.5
+    text_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        settle(self)
+        check_field(self, 0 < self.density <= 1, "density", "be above 0 and at most 1")
+        check_field(self, 0 <= self.text_share <= 1, "text_share", "be from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,7 @@ class DataConfig:
         synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there
             when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
             that an error.
+        recall: lines to be retrieved, inserted into the training text; None for plain text.
     """
 
     source: Literal[Text, Synthetic] = "corpus"
@@ -67,6 +89,7 @@ class DataConfig:
     time_limit_s: float = 300.0
     validation_tokens: int = 262_144
     synthetic_fallback: Literal["none", Synthetic] = "none"
+    recall: RecallConfig | None = None
 
     def __post_init__(self) -> None:
         settle(self)
@@ -85,6 +108,7 @@ class DataConfig:
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
+        check_default(self, self.source in get_args(Text), where, "recall")
         check_fractions(*self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
         fits, hint = self.tokenizer != "bpe" or not is_stream, "`nsa data prepare` trains one."

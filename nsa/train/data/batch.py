@@ -42,6 +42,15 @@ class TokenSource:
     separator_id: int | None
     token_bytes: Ids
 
+    @property
+    def text(self) -> TextSource | None:
+        """The text that sequences are made of, or None if it is not stored."""
+        return None
+
+    def sampler(self, seq_len: int, seed: int) -> Sampler:
+        """The order in which training takes the sequences."""
+        return Sampler(self.num_sequences(seq_len), seed)
+
     def num_sequences(self, seq_len: int) -> int:
         """Number of sequences of this length."""
         raise NotImplementedError
@@ -85,6 +94,11 @@ class TextSource(TokenSource):
         self.tokens = np.concatenate([empty, *documents], dtype=empty.dtype, casting="unsafe")
         self.separator_id = separator_id
         self.token_bytes = token_bytes
+
+    @property
+    def text(self) -> TextSource:
+        """See :class:`TokenSource`."""
+        return self
 
     @property
     def num_tokens(self) -> int:
@@ -261,10 +275,11 @@ def collate(
     Returns:
         A batch of ``T = len(indices) * seq_len`` tokens.
     """
-    rows = np.stack([source.sequence(seq_len, index) for index in indices])
+    # A source may keep its latest sequence alone, so tokens and mask are taken together.
+    found = [(source.sequence(seq_len, i), source.target_mask(seq_len, i)) for i in indices]
+    rows = np.stack([row for row, _ in found])
     tokens, targets = rows[:, :-1], rows[:, 1:].copy()
-    for row, index in enumerate(indices):
-        counted = source.target_mask(seq_len, index)
+    for row, (_, counted) in enumerate(found):
         if counted is not None:
             targets[row, ~counted] = IGNORED_TARGET
     starts = np.zeros(tokens.shape, dtype=bool)

@@ -21,8 +21,9 @@ from nsa.train.data.documents import (
     stdlib_files,
 )
 from nsa.train.data.local import Origin, warn_of_skipped
+from nsa.train.data.recall import RecallSource
 from nsa.train.data.shards import ShardSource, open_shards
-from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
+from nsa.train.data.stream import StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
@@ -50,10 +51,8 @@ class DataBundle:
     test: TokenSource | None = None
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
-        """The order in which training takes the sequences; a stream has its own."""
-        if isinstance(self.train, StreamSource):
-            return StreamSampler(self.train, seq_len)
-        return Sampler(self.train.num_sequences(seq_len), seed)
+        """The order in which training takes the sequences."""
+        return self.train.sampler(seq_len, seed)
 
 
 def open_data(
@@ -105,7 +104,10 @@ def open_data(
             data = _open_task(task, tokenizer or make_tokenizer(config, ()), seed)
     for split in SIDES:
         _describe_sequences(data, split, seq_len)
-    return data
+    if config.recall is None or data.description["synthetic"]:
+        return data
+    train = RecallSource(data.train, data.tokenizer, config.recall, seed)
+    return replace(data, train=train)
 
 
 def _describe_sequences(data: DataBundle, split: str, seq_len: int) -> None:

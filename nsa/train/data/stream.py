@@ -45,6 +45,10 @@ class StreamSource(TokenSource):
         self._tokenise = partial(tokenise, tokenizer, config.fractions, ("train",), False)
         self.seek(0, BEGINNING)
 
+    def sampler(self, seq_len: int, seed: int) -> StreamSampler:
+        """See :class:`TokenSource`; the order is the stream's."""
+        return StreamSampler(self, seq_len)
+
     def num_sequences(self, seq_len: int) -> int:
         """See :class:`TokenSource`: more than any run takes."""
         return ENDLESS
