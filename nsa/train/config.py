@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from nsa.errors import check, check_at_most, check_default, check_not_negative, check_positive
+from nsa.errors import (
+    UserError,
+    check,
+    check_at_most,
+    check_default,
+    check_not_negative,
+    check_positive,
+)
 from nsa.fields import check_field, settle
 from nsa.lm.config import LMConfig
 
@@ -36,6 +43,38 @@ class RecallConfig:
         settle(self)
         check_field(self, 0 < self.density <= 1, "density", "be above 0 and at most 1")
         check_field(self, 0 <= self.text_share <= 1, "text_share", "be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """A part of a mixture of training data.
+
+    Attributes:
+        weight: share of the sequences, relative to the weights of the other parts.
+        source: source of text; None means that of the run, with its path and other settings.
+        path: see :class:`DataConfig`; None means that of the run unless the part has a ``source``,
+            and so for the fields below.
+        pattern: the same.
+        subset: the same.
+        split: the same.
+        revision: the same.
+        text_field: the same.
+        recall: the same.
+    """
+
+    weight: float = 1.0
+    source: Text | None = None
+    path: str | None = None
+    pattern: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    text_field: str | None = None
+    recall: RecallConfig | None = None
+
+    def __post_init__(self) -> None:
+        settle(self)
+        check_positive(self, "weight")
 
 
 @dataclass(frozen=True)
@@ -71,6 +110,8 @@ class DataConfig:
             when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
             that an error.
         recall: lines to be retrieved, inserted into the training text; None for plain text.
+        mixture: parts of the training data, for example ``[{weight: 3}, {weight: 1, recall: {}}]``;
+            empty for one source. Validation and test text are those of the first part.
     """
 
     source: Literal[Text, Synthetic] = "corpus"
@@ -90,6 +131,7 @@ class DataConfig:
     validation_tokens: int = 262_144
     synthetic_fallback: Literal["none", Synthetic] = "none"
     recall: RecallConfig | None = None
+    mixture: tuple[PartConfig, ...] = ()
 
     def __post_init__(self) -> None:
         settle(self)
@@ -108,13 +150,31 @@ class DataConfig:
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
-        check_default(self, self.source in get_args(Text), where, "recall")
+        check_default(self, self.source in get_args(Text), where, "recall", "mixture")
         check_fractions(*self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
         fits, hint = self.tokenizer != "bpe" or not is_stream, "`nsa data prepare` trains one."
         check_field(self, fits, "tokenizer", "be byte, gpt2 or file with source stream", hint)
         fits = self.tokenizer in ("byte", "gpt2")
         check_default(self, fits, f"tokenizer {self.tokenizer}", "synthetic_fallback")
+        _ = self.parts  # checks them
+
+    @property
+    def parts(self) -> list[DataConfig]:
+        """Data of each part of the mixture; this one alone without parts."""
+        found = []
+        for number, part in enumerate(self.mixture):
+            given = {name: value for name, value in vars(part).items() if value is not None}
+            del given["weight"]
+            # A part with a source of its own takes nothing that belongs to the run's.
+            fields = DataConfig.__dataclass_fields__
+            base = {name: fields[name].default for name in _OF_A_SOURCE if part.source}
+            try:
+                found.append(replace(self, **{**base, **given, "mixture": ()}))
+            except UserError as error:
+                argument = f"mixture.{number}.{error.argument}"
+                raise UserError(argument, error.rule, error.value, error.hint) from None
+        return found or [self]
 
     @property
     def fractions(self) -> tuple[float, float]:
@@ -133,6 +193,7 @@ def check_fractions(
     check(test >= 0 and validation + test <= 0.5, names[1], rule, test)
 
 
+_OF_A_SOURCE = ("path", "pattern", "subset", "split", "revision", "text_field", "recall")
 _OF_A_STREAM = (
     "subset",
     "split",

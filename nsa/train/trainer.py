@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the position in the data after them
+Drawn = tuple[list[Batch], dict[str, Any]]  # micro-batches, and the position in the data after them
 
 
 class TrainingStoppedError(RuntimeError):
@@ -484,7 +485,8 @@ class Trainer:
         to its position, at worst through most of a large file.
         """
         config = self.config
-        if config.data.source != "stream" or config.data_limit_s == 0:
+        streams = any(part.source == "stream" for part in config.data.parts)
+        if not streams or config.data_limit_s == 0:
             return config.data_limit_s
         return STARTING_LIMIT_S if self._is_first_step else config.data.time_limit_s + 10
 

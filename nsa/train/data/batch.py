@@ -21,6 +21,7 @@ from nsa.errors import UserError, check
 from nsa.train.data.tokenizer import Ids, Tokens, token_dtype
 
 Item = TypeVar("Item")
+Mask = NDArray[np.bool_]
 
 IGNORED_TARGET = -100  # ignored by torch.nn.functional.cross_entropy by default
 _CLOSING_S = 2.0
@@ -59,7 +60,7 @@ class TokenSource:
         """Sequence ``index``: int64 ``[seq_len + 1]``; the same arguments give the same tokens."""
         raise NotImplementedError
 
-    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
+    def target_mask(self, seq_len: int, index: int) -> Mask | None:
         """Mask of the targets that count: bool ``[seq_len]``, or None if all targets count."""
         return None
 
@@ -178,11 +179,11 @@ class Sampler:
         self.position += micro_batch * world_size
         return [self.sequence_at(position) for position in range(start, start + micro_batch)]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Three integers: ``seed``, ``num_windows`` (the sequences of an epoch), ``position``."""
         return {"seed": self.seed, "num_windows": self.num_sequences, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a :meth:`state_dict`.
 
         Raises:
@@ -190,7 +191,7 @@ class Sampler:
                 the order would not continue.
         """
         hint = "The data, seq_len or seed changed since the checkpoint."
-        for name, ours in self.state_dict().items():
+        for name, ours in Sampler.state_dict(self).items():
             rule, fits = f"equal this run's ({ours})", name == "position" or state[name] == ours
             check(fits, name, rule, state[name], hint)
         self.position = state["position"]

@@ -15,11 +15,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nsa.errors import check
 from nsa.train.config import RecallConfig
-from nsa.train.data.batch import Sampler, TextSource, TokenSource
+from nsa.train.data.batch import Mask, Sampler, TextSource, TokenSource
 from nsa.train.data.tokenizer import Ids, Tokenizer
 
 SHORTEST_DISTANCE = 16
@@ -28,9 +27,6 @@ _VARIANTS = 1 << 20  # training sequences that short texts are repeated for, wit
 _FIRST_LINE = 32  # assumed tokens of a line before there is one
 _HELD_OUT = 8  # one word in so many is for evaluation
 _QUESTIONS = {"The number of {} is": digits, "The word for {} is": ascii_lowercase, "{}:": digits}
-
-
-Mask = NDArray[np.bool_]
 
 
 class Line(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -141,12 +142,12 @@ class StreamSampler(Sampler):
             self._start = None
         return super().next_indices(micro_batch, rank=rank, world_size=world_size)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """See above."""
         start = self._start or self._source.position(self.position * self._seq_len)
         return {"position": self.position, **start}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a :meth:`state_dict`."""
         self.position = state["position"]
         self._start = {name: state[name] for name in BEGINNING}
