@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from nsa.errors import (
@@ -333,6 +334,10 @@ class TrainConfig:
         checkpointing: which activations are computed twice.
         steps: optimizer steps.
         seq_len: tokens of a sequence.
+        stages: shorter sequences at the beginning: steps and tokens of a sequence for each stage,
+            for example ``[[2000, 2048], [1000, 8192]]``; the other steps have ``seq_len``, which
+            is a multiple of each. Steps keep their tokens: as much shorter sequences are, more are
+            in a micro-batch and in an evaluation.
         micro_batch: sequences of one forward and backward on one process.
         accumulation: micro-batches of one optimizer step.
         world_size: number of processes.
@@ -381,6 +386,7 @@ class TrainConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     steps: int = 50_000
     seq_len: int = 2048
+    stages: tuple[tuple[int, int], ...] = ()
     micro_batch: int = 2
     accumulation: int = 2
     world_size: int = 1
@@ -421,6 +427,10 @@ class TrainConfig:
         rule = f"be at most 2**30 / micro_batch ({self.micro_batch})"
         check_field(self, self.seq_len * self.micro_batch <= 2**30, "seq_len", rule)
         check_field(self, 0 < self.memory_fraction <= 1, "memory_fraction", "be above 0, at most 1")
+        for steps, length in self.stages:
+            fits = steps > 0 and length > 0 and self.seq_len % length == 0
+            rule = f"have positive steps, and lengths that divide seq_len ({self.seq_len})"
+            check(fits, "stages", rule, [steps, length])
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check_field(self, self.global_batch == product, "global_batch", rule)
@@ -431,6 +441,31 @@ class TrainConfig:
         fits = waits < limit or 0 in (waits, limit)
         check_field(self, fits, "data_limit_s", f"be below stall_limit_s ({limit:g})")
         self._check_parallel()
+
+    @cached_property
+    def by_stage(self) -> list[tuple[int, TrainConfig]]:
+        """Each stage: the number of steps until its end, and the run with its sequences."""
+        found, end = list[tuple[int, TrainConfig]](), 0
+        for steps, seq_len in self.stages:
+            end, more = end + steps, self.seq_len // seq_len
+            run = replace(
+                self,
+                stages=(),
+                seq_len=seq_len,
+                micro_batch=more * self.micro_batch,
+                global_batch=more * self.global_batch,
+                eval_windows=more * self.eval_windows,
+            )
+            found.append((end, run))
+        return [*found, (MAX_STEPS + 1, self)]
+
+    def at(self, step: int) -> TrainConfig:
+        """The run with the sequences of an optimizer step.
+
+        Args:
+            step: number of steps before it.
+        """
+        return next(run for end, run in self.by_stage if step < end)
 
     def _check_parallel(self) -> None:
         gathered, dtype = self.parallel.gather_dtype, self.compute_dtype

@@ -50,7 +50,7 @@ class TokenSource:
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
         """The order in which training takes the sequences."""
-        return Sampler(self.num_sequences(seq_len), seed)
+        return Sampler(self, seq_len, seed)
 
     def num_sequences(self, seq_len: int) -> int:
         """Number of sequences of this length."""
@@ -144,15 +144,27 @@ class Sampler:
     global batch sees the same batches.
 
     Args:
-        num_sequences: sequences of the source at the length in use.
+        source: the sequences.
+        seq_len: tokens of a sequence.
         seed: seed of the order.
+
+    Attributes:
+        num_sequences: sequences of the source at this length.
     """
 
-    def __init__(self, num_sequences: int, seed: int) -> None:
-        check(num_sequences > 0, "num_sequences", "be positive", num_sequences)
-        self.num_sequences = num_sequences
-        self.seed = seed
-        self.position = 0
+    def __init__(self, source: TokenSource, seq_len: int, seed: int) -> None:
+        self.source, self.seq_len, self.seed, self.position = source, seq_len, seed, 0
+        self.num_sequences = source.num_sequences(seq_len)
+
+    def resize(self, seq_len: int) -> None:
+        """Go on with sequences of another length; the tokens drawn before count.
+
+        Args:
+            seq_len: tokens of a sequence.
+        """
+        if seq_len != self.seq_len:
+            self.position = -(-self.position * self.seq_len // seq_len)
+            self.seq_len, self.num_sequences = seq_len, self.source.num_sequences(seq_len)
 
     @property
     def epoch(self) -> int:
@@ -180,8 +192,13 @@ class Sampler:
         return [self.sequence_at(position) for position in range(start, start + micro_batch)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Three integers: ``seed``, ``num_windows`` (the sequences of an epoch), ``position``."""
-        return {"seed": self.seed, "num_windows": self.num_sequences, "position": self.position}
+        """``seed``, ``seq_len``, ``num_windows`` (the sequences of an epoch) and ``position``."""
+        return {
+            "seed": self.seed,
+            "seq_len": self.seq_len,
+            "num_windows": self.num_sequences,
+            "position": self.position,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a :meth:`state_dict`.
@@ -190,10 +207,10 @@ class Sampler:
             ValueError: the state belongs to another seed or another number of sequences, so that
                 the order would not continue.
         """
+        self.resize(state.get("seq_len", self.seq_len))  # not in older checkpoints
         hint = "The data, seq_len or seed changed since the checkpoint."
-        for name, ours in Sampler.state_dict(self).items():
-            rule, fits = f"equal this run's ({ours})", name == "position" or state[name] == ours
-            check(fits, name, rule, state[name], hint)
+        for name, ours in (("seed", self.seed), ("num_windows", self.num_sequences)):
+            check(state[name] == ours, name, f"equal this run's ({ours})", state[name], hint)
         self.position = state["position"]
 
 

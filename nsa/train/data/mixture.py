@@ -69,10 +69,16 @@ class MixtureSampler(Sampler):
     """
 
     def __init__(self, source: MixtureSource, seq_len: int, seed: int) -> None:
-        super().__init__(source.num_sequences(seq_len), seed)
+        super().__init__(source, seq_len, seed)
         self._weights = source.weights
         seeds = enumerate(source.parts, start=seed)
         self._samplers = [part.sampler(seq_len, own) for own, part in seeds]
+
+    def resize(self, seq_len: int) -> None:
+        """See :class:`Sampler`."""
+        super().resize(seq_len)
+        for sampler in self._samplers:
+            sampler.resize(seq_len)
 
     def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """See :class:`Sampler`; those of other ranks are drawn too."""

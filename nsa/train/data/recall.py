@@ -123,8 +123,9 @@ class RecallSource(TokenSource):
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
         """See :class:`TokenSource`."""
-        same = self.num_sequences(seq_len) == self._source.num_sequences(seq_len)
-        return self._source.sampler(seq_len, seed) if same else super().sampler(seq_len, seed)
+        if self.text is None:  # a stream, which has an order of its own
+            return self._source.sampler(seq_len, seed)
+        return super().sampler(seq_len, seed)
 
     def most_sequences(self, seq_len: int, num_sequences: int) -> int:
         """See :class:`TokenSource`."""
