@@ -307,11 +307,12 @@ def find_values(
     for index in indices:
         queries = source.queries(seq_len, index)
         tokens = torch.from_numpy(source.sequence(seq_len, index)).to(device)
-        at = [start + k for start, size, _ in queries for k in range(size)]
+        rows = [start + k for start, size, _ in queries for k in range(size)]
+        at = torch.tensor(rows, dtype=torch.int64, device=device)
         values = tokens[at]
         with autocast(device, compute_dtype):
             hidden = model.hidden_states(tokens[None, :-1])[0]
-            logs = model.head(hidden[torch.tensor(at) - 1]).double().log_softmax(-1)
+            logs = model.head(hidden[at - 1]).double().log_softmax(-1)
         right = (logs.argmax(-1) == values).tolist()
         nats = logs.gather(-1, values[:, None])[:, 0].tolist()
         end = 0
@@ -321,11 +322,11 @@ def find_values(
     answers = np.array(found, dtype=np.float64)
     check(len(answers) > 0, "--recall", "be given for sequences with a repeated line", seq_len)
     octaves = np.log2(answers[:, 0]).astype(int)
-    rows = [
+    by_distance = [
         row_of(answers[octaves == n, 1:], first=2**n, last=2 ** (n + 1) - 1)
         for n in np.unique(octaves).tolist()
     ]
-    return [*rows, row_of(answers[:, 1:], first=None, last=None)]
+    return [*by_distance, row_of(answers[:, 1:], first=None, last=None)]
 
 
 def wilson(hits: float, number: int) -> tuple[float, float]:

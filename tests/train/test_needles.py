@@ -233,6 +233,9 @@ def test_repeated_lines_are_found_as_far_as_a_model_reaches():
         assert (row["log_prob_nats"] > -1e-9) == (row["exact_match"] == 1)
     found = sum(query.distance <= 511 for query in queries)
     assert (total["cases"], total["exact_match"]) == (len(queries), found / len(queries))
+    numbers = [len(source.queries(128, index)) for index in range(20)]
+    assert min(numbers) == 0 < max(numbers)
+    assert find_values(model, source, 128, range(20), "fp32")[-1]["cases"] == sum(numbers)
     with pytest.raises(ValueError, match="--recall must be given for sequences with a repeated"):
         find_values(model, source, 2048, [], "fp32")
 
