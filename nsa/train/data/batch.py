@@ -155,6 +155,7 @@ class Sampler:
     def __init__(self, source: TokenSource, seq_len: int, seed: int) -> None:
         self.source, self.seq_len, self.seed, self.position = source, seq_len, seed, 0
         self.num_sequences = source.num_sequences(seq_len)
+        self._order = lru_cache(maxsize=1)(_order)  # one for each part of a mixture
 
     def resize(self, seq_len: int) -> None:
         """Go on with sequences of another length; the tokens drawn before count.
@@ -174,7 +175,7 @@ class Sampler:
     def sequence_at(self, position: int) -> int:
         """Sequence drawn at a position; any position, in any order of calls."""
         epoch, rank = divmod(position, self.num_sequences)
-        return int(_order(self.num_sequences, self.seed, epoch)[rank])
+        return int(self._order(self.num_sequences, self.seed, epoch)[rank])
 
     def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Draw this rank's next micro-batch; advances ``position`` for all ranks.
@@ -214,7 +215,6 @@ class Sampler:
         self.position = state["position"]
 
 
-@lru_cache(maxsize=2)  # an epoch, and the next one while batches are made ahead
 def _order(num_sequences: int, seed: int, epoch: int) -> Ids:
     # NumPy guarantees raw Philox output not to change between versions, unlike its permutation.
     philox = np.random.Philox(np.random.SeedSequence((seed, epoch)))

@@ -6,12 +6,13 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from nsa.train.config import DataConfig, PartConfig, RecallConfig
-from nsa.train.data import ByteTokenizer, DataBundle, TextSource, collate, open_data
+from nsa.train.data import ByteTokenizer, DataBundle, TextSource, batch, collate, open_data
 from nsa.train.data.mixture import MixtureSource
 from tests.train.cases import write_text
 
@@ -46,6 +47,17 @@ def test_sequences_are_drawn_by_weight():
         size = text.num_sequences(64)
         assert sorted(order[:size]) == list(range(size))
         assert order == text.sampler(64, 3 + part).next_indices(len(order))
+
+
+def test_an_epoch_of_a_part_is_ordered_once(monkeypatch):
+    """However many parts there are: the order of a large source takes long."""
+    order = Mock(side_effect=batch._order)
+    monkeypatch.setattr(batch, "_order", order)
+    source = MixtureSource(sources(*[b"a" * 64 * 300] * 4), [1.0] * 4)
+    source.sampler(64, 1).next_indices(400)
+    assert sorted(call.args for call in order.call_args_list) == [
+        (299, seed, 0) for seed in (1, 2, 3, 4)
+    ]
 
 
 def mixed(path: Path, *parts: PartConfig, **settings: Any) -> DataBundle:
