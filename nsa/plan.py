@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from statistics import harmonic_mean
 from typing import Any
 
 import torch
@@ -448,7 +449,7 @@ def make_plan(
     rows: Iterable[Row] = (),
     mfu: float | None = None,
 ) -> RunPlan:
-    """Plan a run.
+    """Plan a run; memory and operations are those of its longest sequences.
 
     Args:
         config: the run.
@@ -459,8 +460,25 @@ def make_plan(
     footprint = state_memory(config) if gpu and gpu.name == CPU else step_memory(config)
     parameters = parameters_by_part(config.model)
     flops = flops_per_token(config.model, config.seq_len)
-    speed = expected_speed(config, parameters["total"], flops, gpu, rows, mfu) if gpu else None
+    speed = _mean_speed(config, parameters["total"], gpu, [*rows], mfu) if gpu else None
     return RunPlan(config, parameters, flops, footprint, gpu, *(speed or (None, None)))
+
+
+def _mean_speed(
+    config: TrainConfig, parameters: int, gpu: Gpu, rows: Sequence[Row], mfu: float | None
+) -> tuple[float, str] | None:
+    """Tokens/s over all stages, whose steps have the same tokens, and the source of the last."""
+    speeds, steps, begin, source = list[float](), list[int](), 0, ""
+    for end, run in config.by_stage:
+        flops = flops_per_token(run.model, run.seq_len)
+        found = expected_speed(run, parameters, flops, gpu, rows, mfu)
+        if found is None:
+            return None
+        speed, source = found
+        speeds.append(speed)
+        steps.append(max(min(end, config.steps) - begin, 0))
+        begin = end
+    return harmonic_mean(speeds, steps), source
 
 
 def expected_speed(

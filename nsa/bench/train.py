@@ -172,6 +172,7 @@ def rebatch(
     return replace(
         config,
         seq_len=seq_len,
+        stages=(),
         micro_batch=size,
         accumulation=own // size,
         global_batch=sequences,
@@ -207,6 +208,7 @@ def gate_config(config: TrainConfig) -> TrainConfig:
         config,
         model=model,
         seq_len=min(config.seq_len, *map(selected_tokens, model.kinds)),
+        stages=(),
         checkpointing=CheckpointingConfig("full") if whole else config.checkpointing,
         steps=1,
         micro_batch=GATE_SEQUENCES,

@@ -38,6 +38,8 @@ def evaluate(
     distractors: int = 0,
     seed: int = 0,
     passage: int = 0,
+    style: Literal["ruler", "recall"] = "ruler",
+    recall: bool = False,
     scores: Literal["compressed", "token_max", "random"] | None = None,
 ) -> int:
     """Measure a trained model on text.
@@ -74,6 +76,8 @@ def evaluate(
         distractors: similar sentences about other words in each context
         seed: seed of the contexts
         passage: hide a passage of the text of so many tokens instead of a made-up word
+        style: sentence with the word, that of RULER or a line of data.recall
+        recall: also measure how often the model completes repeated lines, by the distance back
         scores: select blocks by other scores than in training, to measure what the selection is
             worth; --against keeps its own
     """
@@ -81,16 +85,13 @@ def evaluate(
 
     folder, figures = RunFolder.open(run), dict[str, Any]()
     other = None if against is None else RunFolder.open(against, "--against")
-    config = folder.load_config()
+    at_a_time = micro_batch or folder.load_config().micro_batch
 
     # These import PyTorch; a mistyped path is reported before that.
     from nsa.train.runs.evaluation import evaluate_run
     from nsa.train.watch.out_of_memory import explained
 
-    at_a_time = micro_batch or config.micro_batch
-    fewer = f"--micro-batch {at_a_time // 2} or " if at_a_time > 1 else ""
-    fewer += "shorter --lengths or " * needle
-    with explained("the evaluation", lambda: f"Give {fewer}--device cpu."):
+    with explained("the evaluation", lambda: _less_memory(at_a_time, needle)):
         for finding in evaluate_run(
             folder,
             checkpoint=checkpoint,
@@ -103,7 +104,8 @@ def evaluate(
             micro_batch=micro_batch,
             save=save,
             repeat=repeat,
-            needle=_needles(needle, lengths, depths, cases, distractors, seed, passage),
+            needle=_needles(needle, lengths, depths, cases, distractors, seed, passage, style),
+            recall=recall,
             scores=scores,
         ):
             figures |= finding.figures
@@ -114,13 +116,18 @@ def evaluate(
     return 0
 
 
-def _needles(needle: bool, lengths: str | None, *numbers: int) -> NeedleConfig | None:
+def _less_memory(micro_batch: int, needle: bool) -> str:
+    fewer = f"--micro-batch {micro_batch // 2} or " if micro_batch > 1 else ""
+    return f"Give {fewer}{'shorter --lengths or ' * needle}--device cpu."
+
+
+def _needles(needle: bool, lengths: str | None, *others: Any) -> NeedleConfig | None:
     """Settings of --needle; without it, other options than the defaults are an error."""
     from nsa.cli.bench import parse_lengths
     from nsa.train.needles import NeedleConfig
 
     tokens = () if lengths is None else tuple(parse_lengths("--lengths", lengths))
-    config = NeedleConfig(tokens, *numbers)
+    config = NeedleConfig(tokens, *others)
     if not needle and config != NeedleConfig():
         fail("--needle", "be given with --lengths and the options after it", "none")
     return config if needle else None

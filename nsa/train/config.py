@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
 
-from nsa.errors import check, check_at_most, check_default, check_not_negative, check_positive
+from nsa.errors import (
+    UserError,
+    check,
+    check_at_most,
+    check_default,
+    check_not_negative,
+    check_positive,
+)
 from nsa.fields import check_field, settle
 from nsa.lm.config import LMConfig
 
@@ -15,6 +23,59 @@ if TYPE_CHECKING:
 MAX_STEPS, MAX_SEQUENCES = 1_000_000_000, 2**20
 Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
 Synthetic = Literal["uniform", "copy", "induction", "needle"]
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Lines about made-up words that are inserted into training text, for retrieval in context.
+
+    See :class:`nsa.train.data.recall.RecallSource`.
+
+    Attributes:
+        density: share of a sequence's tokens in inserted lines, above 0 and at most 1.
+        text_share: share of all other targets that count, drawn at random; those of repeated values
+            always count. 0 trains on values alone.
+    """
+
+    density: float = 0.5
+    text_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        settle(self)
+        check_field(self, 0 < self.density <= 1, "density", "be above 0 and at most 1")
+        check_field(self, 0 <= self.text_share <= 1, "text_share", "be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """A part of a mixture of training data.
+
+    Attributes:
+        weight: share of the sequences, relative to the weights of the other parts.
+        source: source of text; None means that of the run, with its path and other settings.
+        path: see :class:`DataConfig`; None means that of the run unless the part has a ``source``,
+            and so for the fields below.
+        pattern: the same.
+        subset: the same.
+        split: the same.
+        revision: the same.
+        text_field: the same.
+        recall: the same.
+    """
+
+    weight: float = 1.0
+    source: Text | None = None
+    path: str | None = None
+    pattern: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    text_field: str | None = None
+    recall: RecallConfig | None = None
+
+    def __post_init__(self) -> None:
+        settle(self)
+        check_positive(self, "weight")
 
 
 @dataclass(frozen=True)
@@ -49,6 +110,9 @@ class DataConfig:
         synthetic_fallback: synthetic task to train on if ``shards`` or a ``stream`` are not there
             when the run starts; every row of metrics then says ``data_synthetic``. ``none`` makes
             that an error.
+        recall: lines to be retrieved, inserted into the training text; None for plain text.
+        mixture: parts of the training data, for example ``[{weight: 3}, {weight: 1, recall: {}}]``;
+            empty for one source. Validation and test text are those of the first part.
     """
 
     source: Literal[Text, Synthetic] = "corpus"
@@ -67,6 +131,8 @@ class DataConfig:
     time_limit_s: float = 300.0
     validation_tokens: int = 262_144
     synthetic_fallback: Literal["none", Synthetic] = "none"
+    recall: RecallConfig | None = None
+    mixture: tuple[PartConfig, ...] = ()
 
     def __post_init__(self) -> None:
         settle(self)
@@ -85,12 +151,31 @@ class DataConfig:
         check_default(self, self.source in ("shards", "stream"), where, "synthetic_fallback")
         is_split_here = self.source in ("corpus", "stdlib", "folder", "stream")
         check_default(self, is_split_here, where, "validation_fraction", "test_fraction")
+        check_default(self, self.source in get_args(Text), where, "recall", "mixture")
         check_fractions(*self.fractions)
         check_positive(self, "time_limit_s", "validation_tokens", "bpe_vocab_size")
         fits, hint = self.tokenizer != "bpe" or not is_stream, "`nsa data prepare` trains one."
         check_field(self, fits, "tokenizer", "be byte, gpt2 or file with source stream", hint)
         fits = self.tokenizer in ("byte", "gpt2")
         check_default(self, fits, f"tokenizer {self.tokenizer}", "synthetic_fallback")
+        _ = self.parts  # checks them
+
+    @property
+    def parts(self) -> list[DataConfig]:
+        """Data of each part of the mixture; this one alone without parts."""
+        found = []
+        for number, part in enumerate(self.mixture):
+            given = {name: value for name, value in vars(part).items() if value is not None}
+            del given["weight"]
+            # A part with a source of its own takes nothing that belongs to the run's.
+            fields = DataConfig.__dataclass_fields__
+            base = {name: fields[name].default for name in _OF_A_SOURCE if part.source}
+            try:
+                found.append(replace(self, **{**base, **given, "mixture": ()}))
+            except UserError as error:
+                argument = f"mixture.{number}.{error.argument}"
+                raise UserError(argument, error.rule, error.value, error.hint) from None
+        return found or [self]
 
     @property
     def fractions(self) -> tuple[float, float]:
@@ -109,6 +194,7 @@ def check_fractions(
     check(test >= 0 and validation + test <= 0.5, names[1], rule, test)
 
 
+_OF_A_SOURCE = ("path", "pattern", "subset", "split", "revision", "text_field", "recall")
 _OF_A_STREAM = (
     "subset",
     "split",
@@ -248,6 +334,10 @@ class TrainConfig:
         checkpointing: which activations are computed twice.
         steps: optimizer steps.
         seq_len: tokens of a sequence.
+        stages: shorter sequences at the beginning: steps and tokens of a sequence for each stage,
+            for example ``[[2000, 2048], [1000, 8192]]``; the other steps have ``seq_len``, which
+            is a multiple of each. Steps keep their tokens: as much shorter sequences are, more are
+            in a micro-batch and in an evaluation.
         micro_batch: sequences of one forward and backward on one process.
         accumulation: micro-batches of one optimizer step.
         world_size: number of processes.
@@ -296,6 +386,7 @@ class TrainConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     steps: int = 50_000
     seq_len: int = 2048
+    stages: tuple[tuple[int, int], ...] = ()
     micro_batch: int = 2
     accumulation: int = 2
     world_size: int = 1
@@ -336,6 +427,10 @@ class TrainConfig:
         rule = f"be at most 2**30 / micro_batch ({self.micro_batch})"
         check_field(self, self.seq_len * self.micro_batch <= 2**30, "seq_len", rule)
         check_field(self, 0 < self.memory_fraction <= 1, "memory_fraction", "be above 0, at most 1")
+        for steps, length in self.stages:
+            fits = steps > 0 and length > 0 and self.seq_len % length == 0
+            rule = f"have positive steps, and lengths that divide seq_len ({self.seq_len})"
+            check(fits, "stages", rule, [steps, length])
         product = self.micro_batch * self.accumulation * self.world_size
         rule = f"equal micro_batch * accumulation * world_size ({product})"
         check_field(self, self.global_batch == product, "global_batch", rule)
@@ -346,6 +441,31 @@ class TrainConfig:
         fits = waits < limit or 0 in (waits, limit)
         check_field(self, fits, "data_limit_s", f"be below stall_limit_s ({limit:g})")
         self._check_parallel()
+
+    @cached_property
+    def by_stage(self) -> list[tuple[int, TrainConfig]]:
+        """Each stage: the number of steps until its end, and the run with its sequences."""
+        found, end = list[tuple[int, TrainConfig]](), 0
+        for steps, seq_len in self.stages:
+            end, more = end + steps, self.seq_len // seq_len
+            run = replace(
+                self,
+                stages=(),
+                seq_len=seq_len,
+                micro_batch=more * self.micro_batch,
+                global_batch=more * self.global_batch,
+                eval_windows=more * self.eval_windows,
+            )
+            found.append((end, run))
+        return [*found, (MAX_STEPS + 1, self)]
+
+    def at(self, step: int) -> TrainConfig:
+        """The run with the sequences of an optimizer step.
+
+        Args:
+            step: number of steps before it.
+        """
+        return next(run for end, run in self.by_stage if step < end)
 
     def _check_parallel(self) -> None:
         gathered, dtype = self.parallel.gather_dtype, self.compute_dtype

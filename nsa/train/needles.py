@@ -4,17 +4,20 @@ The sentence that is hidden is that of RULER: Hsieh et al., "RULER: What's the R
 Your Long-Context Language Models?", arXiv:2404.06654. :func:`needle_prompts` makes its first task
 (``niah_single_1``). :class:`Needles` hides made-up words in text of the run, as
 ``niah_single_2`` and ``niah_multikey_1`` do with numbers, and asks by repeating the beginning of
-the sentence, so that models without instruction tuning can answer by copying.
+the sentence, so that models without instruction tuning can answer by copying. Models that were
+trained on :mod:`nsa.train.data.recall` are asked by the lines of that task instead, or with
+:func:`find_values` for all repeated lines of a sequence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.train.data import TextSource, Tokenizer, TokenSource
+from nsa.train.data.recall import RecallSource, lines
 from nsa.train.execution.precision import autocast
 
 _QUESTION = "One of the special magic {kind} for {key} is:"
@@ -92,6 +96,8 @@ class NeedleConfig:
         passage: tokens of a passage of the text that is hidden elsewhere in it instead of made-up
             words; it is asked for by all but its last 8 tokens. 0 means words.
         seed: of keys, values, filler and places.
+        style: ``ruler``, or ``recall`` for lines of :mod:`nsa.train.data.recall` with words that
+            training does not contain.
 
     Raises:
         UserError: a value is out of range.
@@ -103,6 +109,7 @@ class NeedleConfig:
     distractors: int = 0
     seed: int = 0
     passage: int = 0
+    style: Literal["ruler", "recall"] = "ruler"
 
     def __post_init__(self) -> None:
         for name, value in (("depths", self.depths), ("cases", self.cases)):
@@ -110,6 +117,8 @@ class NeedleConfig:
         check(self.distractors >= 0, "--distractors", "be at least 0", self.distractors)
         fits = self.passage == 0 or self.passage >= 2 * _PASSAGE_VALUE
         check(fits, "--passage", f"be at least {2 * _PASSAGE_VALUE} tokens", self.passage)
+        fits = self.passage == 0 or self.style == "ruler"
+        check(fits, "--passage", "be left out with --style recall", self.passage)
 
     @property
     def shortest(self) -> int:
@@ -182,6 +191,11 @@ class Needles:
         if config.passage:
             needles = [self._passage(random, config.passage) for _ in range(config.distractors + 1)]
             question, value = needles[0][:-_PASSAGE_VALUE], needles[0][-_PASSAGE_VALUE:]
+        elif config.style == "recall":
+            made = lines(self.tokenizer, random, held_out=True)
+            found = [*islice(made, config.distractors + 1)]
+            needles = [[*line.question, *line.value, *line.end] for line in found]
+            question, value = found[0].question, found[0].value
         else:
             keys = dict[str, None]()
             while len(keys) <= config.distractors:
@@ -266,6 +280,53 @@ def _answers(
     is_right = (logs.argmax(-1) == values) | is_before
     nats = logs.gather(-1, values[..., None])[..., 0].masked_fill(is_before, 0.0).sum(-1)
     return [*zip(is_right.all(-1).tolist(), nats.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def find_values(
+    model: LanguageModel,
+    source: RecallSource,
+    seq_len: int,
+    indices: Iterable[int],
+    compute_dtype: str,
+) -> list[dict[str, Any]]:
+    """Measure how often a model continues the queries of sequences with their values.
+
+    Args:
+        model: the language model, on any device.
+        source: sequences with queries.
+        seq_len: tokens of a sequence.
+        indices: indices of the sequences.
+        compute_dtype: ``bf16`` or ``fp32``.
+
+    Returns:
+        Figures of :func:`row_of` by distance from ``first`` to ``last``, powers of two, for each
+        distance that occurs; then those of all queries.
+    """
+    device, found = model.embedding.weight.device, list[tuple[int, bool, float]]()
+    for index in indices:
+        queries = source.queries(seq_len, index)
+        tokens = torch.from_numpy(source.sequence(seq_len, index)).to(device)
+        rows = [start + k for start, size, _ in queries for k in range(size)]
+        at = torch.tensor(rows, dtype=torch.int64, device=device)
+        values = tokens[at]
+        with autocast(device, compute_dtype):
+            hidden = model.hidden_states(tokens[None, :-1])[0]
+            logs = model.head(hidden[at - 1]).double().log_softmax(-1)
+        right = (logs.argmax(-1) == values).tolist()
+        nats = logs.gather(-1, values[:, None])[:, 0].tolist()
+        end = 0
+        for _, size, distance in queries:
+            begin, end = end, end + size
+            found.append((distance, all(right[begin:end]), sum(nats[begin:end])))
+    answers = np.array(found, dtype=np.float64)
+    check(len(answers) > 0, "--recall", "be given for sequences with a repeated line", seq_len)
+    octaves = np.log2(answers[:, 0]).astype(int)
+    by_distance = [
+        row_of(answers[octaves == n, 1:], first=2**n, last=2 ** (n + 1) - 1)
+        for n in np.unique(octaves).tolist()
+    ]
+    return [*by_distance, row_of(answers[:, 1:], first=None, last=None)]
 
 
 def wilson(hits: float, number: int) -> tuple[float, float]:

@@ -97,7 +97,8 @@ class Reports:
         self._health = Health(run.config.optim.warmup_steps)
         self._clock = DeviceClock(run.device)
         self._layers = LayerStatistics(state.model) if run.config.telemetry else None
-        self._steps_done = 0
+        # Steps of this process, and those with sequences of the latest length.
+        self._steps_done = self._steps_alike = self._seq_len = 0
         # Step and time of the last rows, or of the start of this process before its first one.
         self._recent = deque([(state.progress.step, state.progress.seconds)], _RECENT_ROWS)
         self._starts_recent = True
@@ -138,6 +139,8 @@ class Reports:
         layers = self._layers if has_row else None
         if self._steps_done == 0:
             self._run.startup.begin("first step")
+        if (seq_len := self._config.at(self._state.progress.step).seq_len) != self._seq_len:
+            self._seq_len, self._steps_alike, self._has_evaluated = seq_len, 0, False
         if layers is not None:
             layers.start()
         pause_follows = has_row or self.due(self._config.checkpoint_every, ahead=1)
@@ -146,9 +149,10 @@ class Reports:
         if layers is not None:
             layers.stop(self._run.processes.sum, self._run.processes.most)
         self._steps_done += 1
+        self._steps_alike += 1
         if self._steps_done == 1:
             self._run.startup.end_step(self._run.device)
-        elif self._steps_done > STARTING_STEPS:
+        elif self._steps_alike > STARTING_STEPS:
             self._warn_of_compilation(before, f"step {self._state.progress.step + 1}")
 
     def _warn_of_compilation(self, before: Compiled, where: str) -> None:
@@ -222,11 +226,19 @@ class Reports:
             row["kernel_compilations"] = compilations.now.kernels
         if self._data.description["synthetic"]:
             row["data_synthetic"] = True
+        config = self._stage
+        if self._config.stages:
+            row["sequence_tokens"] = config.seq_len
         if self._peak_flops is not None:
             peak = self._peak_flops * self._run.processes.world_size
-            flops = flops_per_token(self._config.model, self._config.seq_len)
+            flops = flops_per_token(config.model, config.seq_len)
             row["mfu"] = tokens_per_s * flops / peak
         return row
+
+    @property
+    def _stage(self) -> TrainConfig:
+        """The run with the sequences of the step just done."""
+        return self._config.at(max(self._state.progress.step - 1, 0))
 
     def _eta_s(self) -> float:
         """Seconds until the end at the pace of the last rows, pauses included."""
@@ -251,7 +263,7 @@ class Reports:
         }
 
     def _evaluate(self) -> Row:
-        config, progress = self._config, self._state.progress
+        config, progress = self._stage, self._state.progress
         batches = validation_batches(
             self._data.validation,
             config.seq_len,
@@ -397,6 +409,8 @@ def log_start(
         f"world_size {config.world_size} = global_batch {config.global_batch} sequences of "
         f"{config.seq_len} tokens = {tokens:,} tokens an optimizer step"
     )
+    for end, stage in config.by_stage[:-1]:
+        logger.info("to step %s: sequences of %s tokens", f"{end:,}", f"{stage.seq_len:,}")
     settings = f"{config.allocator} {allocator}".rstrip()
     logger.info(
         f"device: {device.type}, compute {config.compute_dtype} over fp32 master weights, tf32 "

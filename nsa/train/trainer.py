@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import signal
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ from nsa.train.watch.watchdog import STARTING_LIMIT_S, checkpoint_limit_s
 
 logger = logging.getLogger(__name__)
 
-Drawn = tuple[list[Batch], dict[str, int]]  # micro-batches, and the position in the data after them
+Drawn = tuple[list[Batch], dict[str, Any]]  # micro-batches, and the position in the data after them
 
 
 class TrainingStoppedError(RuntimeError):
@@ -150,8 +152,8 @@ class Trainer:
         parts = (self.device, self.strategy, self.processes, self._requests, self.startup)
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
-        progress = self.state.progress
-        capacity = first_capacity(config, self.data.train)
+        progress, self._stage = self.state.progress, config.at(max(self.state.progress.step - 1, 0))
+        capacity = first_capacity(self._stage, self.data.train)
         progress.sequence_capacity = max(progress.sequence_capacity, capacity)
         log_start(config, self.model, self.device, launch.allocator)
         self.startup.begin("first batch")
@@ -236,18 +238,19 @@ class Trainer:
     # --- one optimizer step -----------------------------------------------------------------------
     def next_batches(self) -> list[Batch]:
         """This process's micro-batches of the next optimizer step, on the host."""
-        batches = self._draw(self.state.sampler)
+        batches = self._draw(self.state.sampler, self.state.progress.step)
         if self._is_overfull(batches):
             self._raise_capacity(batches)
         return self._padded(batches)
 
-    def _draw(self, sampler: Sampler) -> list[Batch]:
-        config, batches = self.config, []
+    def _draw(self, sampler: Sampler, step: int) -> list[Batch]:
+        config, batches = self.config.at(step), []
         rank, world_size = self.processes.rank, self.processes.world_size
-        masked = config.data.document_mask
+        length, masked = config.seq_len, config.data.document_mask
+        sampler.resize(length)
         for _ in range(config.accumulation):
             indices = sampler.next_indices(config.micro_batch, rank=rank, world_size=world_size)
-            batches.append(collate(self.data.train, indices, config.seq_len, document_mask=masked))
+            batches.append(collate(self.data.train, indices, length, document_mask=masked))
         return batches
 
     def _is_overfull(self, batches: list[Batch]) -> bool:
@@ -260,9 +263,8 @@ class Trainer:
         before, after = progress.sequence_capacity, 1 << (most - 1).bit_length()
         progress.sequence_capacity = after
         text = f"a micro-batch of {most} sequences exceeds the capacity of {before}, which is now "
-        self._note(
-            "sequence_capacity", f"{text}{after}: the step is captured again", logging.WARNING
-        )
+        text += f"{after}: the step is captured again"
+        self._note("sequence_capacity", text, logging.WARNING)
 
     def _padded(self, batches: list[Batch]) -> list[Batch]:
         """Pad with empty sequences, because graphs have a fixed number of sequences."""
@@ -378,13 +380,26 @@ class Trainer:
     def _compile_kernels(self) -> None:
         from nsa.ops._triton.ahead import KernelsAhead
 
-        kernels = KernelsAhead(functools.partial(run_step, self.config), self.device)
+        kernels = KernelsAhead(functools.partial(run_step, self.config.at(0)), self.device)
         compilations.before_kernel = kernels.wait
 
     def _batches_ahead(self) -> Prefetcher[Drawn]:
         sampler = self.data.sampler(self.config.seq_len, self.config.seed)
         sampler.load_state_dict(self.state.sampler.state_dict())
-        return Prefetcher(lambda: (self._draw(sampler), sampler.state_dict()))
+        steps = itertools.count(self.state.progress.step)
+        return Prefetcher(lambda: (self._draw(sampler, next(steps)), sampler.state_dict()))
+
+    def _enter_stage(self) -> None:
+        """Prepare the next step if its sequences have another length than those before."""
+        before, self._stage = self._stage, self.config.at(self.state.progress.step)
+        if self._stage.seq_len == before.seq_len:
+            return
+        self._is_first_step = True
+        self.state.progress.sequence_capacity = first_capacity(self._stage, self.data.train)
+        if self.config.compile:  # the length is a constant of compiled code
+            torch.compiler.reset()
+            compilations.listen(self.device)
+        self._note("stage", f"sequences of {self._stage.seq_len:,} tokens from here on")
 
     def _handle_requests(self) -> int:
         """Write a checkpoint if any process was asked for one since the last step.
@@ -409,6 +424,7 @@ class Trainer:
         """Do one step and count it; False if the run was asked to stop before a batch came."""
         progress, window = self.state.progress, self.state.progress.window
         begin = time.perf_counter()
+        self._enter_stage()
         taken = self._take(ahead)
         if taken is None:
             return False
@@ -484,7 +500,8 @@ class Trainer:
         to its position, at worst through most of a large file.
         """
         config = self.config
-        if config.data.source != "stream" or config.data_limit_s == 0:
+        streams = any(part.source == "stream" for part in config.data.parts)
+        if not streams or config.data_limit_s == 0:
             return config.data_limit_s
         return STARTING_LIMIT_S if self._is_first_step else config.data.time_limit_s + 10
 

@@ -369,6 +369,23 @@ def test_eval_looks_for_needles(tiny, run, nsa, refusal):
         assert why in refusal(f"eval run {words}")
 
 
+def test_eval_completes_repeated_lines(run, nsa, refusal):
+    """A model of four steps completes none."""
+    words = "eval run --seq-len 320 --windows 4 --needle --style recall --depths 1 --cases 2"
+    both = json.loads(nsa(f"{words} --recall --against run --json"))
+    *rows, total = both["recall"]
+    assert both["against_recall"] == both["recall"]
+    assert (total["cases"], total["exact_match"]) == (sum(row["cases"] for row in rows), 0)
+    assert both["needles"][0]["style"] == "recall"
+    (line,) = (line for line in nsa(f"{words} --recall").splitlines() if "recall: " in line)
+    assert re.match(
+        r"recall: 0\.0% exact matches \(95% .*\); by tokens back to the line, from", line
+    )
+    assert "recall" not in json.loads(nsa(f"{words} --json"))
+    assert "seq_len must be at least 128 for recall, got 64" in refusal("eval run --recall")
+    assert "--needle must be given with" in refusal("eval run --style recall")
+
+
 def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusal):
     words = "--data.source uniform --data.path null --steps 2 --run-dir run --sample-tokens 0"
     nsa(f"train tiny.yaml {words}")
@@ -376,7 +393,8 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
     assert "lowest possible loss: 5.5452 nats per token" in said
     assert "bigram" not in said
     assert "--text must be left out for this run" in refusal("eval run --text tiny.yaml")
-    assert "--needle must be left out for a synthetic task" in refusal("eval run --needle")
+    for word in ("--needle", "--recall"):
+        assert f"{word} must be left out for a synthetic task" in refusal(f"eval run {word}")
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_run_goes_on(tiny):

@@ -17,7 +17,7 @@ from nsa.config import NSAConfig, RopeScaling
 from nsa.errors import UserError
 from nsa.lm.config import LMConfig
 from nsa.train import load
-from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.config import DataConfig, OptimConfig, RecallConfig, TrainConfig
 from nsa.train.load import load_config, to_yaml
 
 
@@ -85,8 +85,9 @@ def test_written_configuration_reads_back_equal(config, tmp_path_factory):
 def test_every_setting_is_written_described_and_an_option():
     known = {setting.name: setting for setting in load.settings()}
     assert all(setting.help.endswith(".") and len(setting.help) > 10 for setting in known.values())
-    config = TrainConfig(model=LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling())))
-    del known["model.nsa.rope_scaling"]
+    model = LMConfig(nsa=NSAConfig(rope_scaling=RopeScaling()))
+    config = TrainConfig(model, DataConfig(recall=RecallConfig()))
+    del known["model.nsa.rope_scaling"], known["data.recall"]
     assert [name for name, _ in leaves(config)] == list(known)
     assert yaml.safe_load(to_yaml(config)) == json.loads(json.dumps(dataclasses.asdict(config)))
     words = {

@@ -15,10 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from nsa.lm.model import LanguageModel
-from nsa.train.config import DataConfig
+from nsa.train.config import DataConfig, RecallConfig
 from nsa.train.data import ByteTokenizer, TextSource, Tokenizer, make_tokenizer
+from nsa.train.data.recall import RecallSource
 from nsa.train.data.synthetic import SyntheticSource
-from nsa.train.needles import Case, NeedleConfig, Needles, find_needles, row_of, wilson
+from nsa.train.needles import (
+    Case,
+    NeedleConfig,
+    Needles,
+    find_needles,
+    find_values,
+    row_of,
+    wilson,
+)
 from tests.train.cases import MODEL
 
 QUESTION = rb"\nOne of the special magic words for (\w+) is:"
@@ -164,6 +173,71 @@ def test_what_has_no_room_or_text_is_refused():
     assert bytes(shortest.prompt).count(b"\n") == 3
     with pytest.raises(ValueError, match="--needle must be left out for a synthetic task"):
         Needles(NeedleConfig(), ByteTokenizer(), SyntheticSource("copy", "validation", 0), 512, 1)
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_needles_in_the_style_of_recall(kind):
+    """The same line once, at its depth, and again up to its value."""
+    tokenizer = tokenizer_of(kind)
+    needles = make_needles(tokenizer, depths=3, style="recall", distractors=1)
+    questions = set()
+    for place, number in np.ndindex(3, 8):
+        case = needles.case(512, place, number)
+        assert len(case.prompt) + len(case.value) == 512
+        text, value = map(tokenizer.decode, (case.prompt, case.value))
+        body, newline, question = text.rpartition(b"\n")
+        assert body.count(newline + question + value + b".\n") == 1
+        assert re.fullmatch(rb" (\d|[a-z]){5,7}", value)
+        before = body.index(newline + question) / (len(body) - 2 * len(question + value))
+        assert before == pytest.approx(place / 2, abs=0.1)
+        questions.add(re.sub(rb"[a-z]{5,7}(?= is|:)", b"KEY", question))
+    assert questions == {b"The number of KEY is", b"The word for KEY is", b"KEY:"}
+    with pytest.raises(ValueError, match="--passage must be left out with --style recall, got 16"):
+        make_needles(style="recall", passage=16)
+
+
+class NearCopier(nn.Module):
+    """Continues a line as where it occurred in the latest ``reach`` bytes."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.embedding, self.head, self.reach = nn.Embedding(1, 1), nn.Identity(), reach
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        (text,) = map(bytes, tokens.tolist())
+        logits = torch.zeros(1, len(text), 256)
+        for end in range(len(text)):
+            line = text[text.rfind(b"\n", 0, end + 1) : end + 1]
+            at = text.rfind(line, max(end + 1 - self.reach - len(line), 0), end)
+            logits[0, end, text[at + len(line)] if at >= 0 else 0] = 50.0
+        return logits
+
+
+def test_repeated_lines_are_found_as_far_as_a_model_reaches():
+    tokenizer = ByteTokenizer()
+    text = TextSource([np.frombuffer(b"".join(TEXT) * 4, np.uint8)], 0, tokenizer.token_bytes)
+    source = RecallSource(text, tokenizer, RecallConfig(), 0, held_out=True)
+    model: Any = NearCopier(reach=511)
+    *rows, total = find_values(model, source, 2048, [0, 1], "fp32")
+    queries = [query for index in (0, 1) for query in source.queries(2048, index)]
+    assert [row["exact_match"] for row in rows] == [float(row["last"] <= 511) for row in rows]
+    assert {(row["first"], row["last"]) for row in rows} >= {
+        (2**n, 2 ** (n + 1) - 1) for n in (6, 10)
+    }
+    for row in rows:
+        near = [q for q in queries if row["first"] <= q.distance <= row["last"]]
+        assert row["cases"] == len(near)
+        assert (row["exact_low"], row["exact_high"]) == wilson(
+            row["exact_match"] * len(near), len(near)
+        )
+        assert (row["log_prob_nats"] > -1e-9) == (row["exact_match"] == 1)
+    found = sum(query.distance <= 511 for query in queries)
+    assert (total["cases"], total["exact_match"]) == (len(queries), found / len(queries))
+    numbers = [len(source.queries(128, index)) for index in range(20)]
+    assert min(numbers) == 0 < max(numbers)
+    assert find_values(model, source, 128, range(20), "fp32")[-1]["cases"] == sum(numbers)
+    with pytest.raises(ValueError, match="--recall must be given for sequences with a repeated"):
+        find_values(model, source, 2048, [], "fp32")
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from nsa.train.checkpoint import list_checkpoints, read_meta
+from nsa.train.config import PartConfig, RecallConfig
 from nsa.train.data import spread
 from nsa.train.runs.check import check_run
 from nsa.train.state import Progress, TrainState, Window
@@ -28,6 +29,7 @@ from tests.train.cases import (
     rewrite_hashes,
     rows_of,
     tiny_config,
+    write_text,
 )
 
 # --- SIGTERM and SIGINT; SIGKILL is in tests/faults -----------------------------------------------
@@ -128,6 +130,21 @@ def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(tmp_path
     meta = read_meta(list_checkpoints(trainer.run_folder.checkpoints)[-1])
     assert meta["progress"]["reported_step"] == 12
     assert meta["val_bits_per_byte"] == result.row["val_bits_per_byte"]
+
+
+def test_a_mixture_goes_on_exactly(tmp_path):
+    """Plain sequences, and of another text with lines; in a run as on the command line."""
+    other = PartConfig(1, "folder", str(write_text(tmp_path / "other")), recall=RecallConfig())
+    data = dataclasses.replace(tiny_config(tmp_path).data, mixture=(PartConfig(), other))
+    changes: dict[str, Any] = {"data": data, "seq_len": 128, "checkpoint_every": 10}
+    new_trainer(tmp_path, "whole", **changes).run()
+    trainer = new_trainer(tmp_path, **changes)
+    signal_in_step(trainer, 5)
+    assert trainer.run().step == 5
+    folder = trainer.run_folder
+    assert folder.load_config() == trainer.config
+    assert Trainer(folder.load_config(), folder, resume=True).run().finished
+    assert reproducible_rows(tmp_path / "run") == reproducible_rows(tmp_path / "whole")
 
 
 # --- the state ------------------------------------------------------------------------------------

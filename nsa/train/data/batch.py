@@ -21,6 +21,7 @@ from nsa.errors import UserError, check
 from nsa.train.data.tokenizer import Ids, Tokens, token_dtype
 
 Item = TypeVar("Item")
+Mask = NDArray[np.bool_]
 
 IGNORED_TARGET = -100  # ignored by torch.nn.functional.cross_entropy by default
 _CLOSING_S = 2.0
@@ -42,6 +43,15 @@ class TokenSource:
     separator_id: int | None
     token_bytes: Ids
 
+    @property
+    def text(self) -> TextSource | None:
+        """The text that sequences are made of, or None if it is not stored."""
+        return None
+
+    def sampler(self, seq_len: int, seed: int) -> Sampler:
+        """The order in which training takes the sequences."""
+        return Sampler(self, seq_len, seed)
+
     def num_sequences(self, seq_len: int) -> int:
         """Number of sequences of this length."""
         raise NotImplementedError
@@ -50,7 +60,7 @@ class TokenSource:
         """Sequence ``index``: int64 ``[seq_len + 1]``; the same arguments give the same tokens."""
         raise NotImplementedError
 
-    def target_mask(self, seq_len: int, index: int) -> NDArray[np.bool_] | None:
+    def target_mask(self, seq_len: int, index: int) -> Mask | None:
         """Mask of the targets that count: bool ``[seq_len]``, or None if all targets count."""
         return None
 
@@ -85,6 +95,11 @@ class TextSource(TokenSource):
         self.tokens = np.concatenate([empty, *documents], dtype=empty.dtype, casting="unsafe")
         self.separator_id = separator_id
         self.token_bytes = token_bytes
+
+    @property
+    def text(self) -> TextSource:
+        """See :class:`TokenSource`."""
+        return self
 
     @property
     def num_tokens(self) -> int:
@@ -129,15 +144,28 @@ class Sampler:
     global batch sees the same batches.
 
     Args:
-        num_sequences: sequences of the source at the length in use.
+        source: the sequences.
+        seq_len: tokens of a sequence.
         seed: seed of the order.
+
+    Attributes:
+        num_sequences: sequences of the source at this length.
     """
 
-    def __init__(self, num_sequences: int, seed: int) -> None:
-        check(num_sequences > 0, "num_sequences", "be positive", num_sequences)
-        self.num_sequences = num_sequences
-        self.seed = seed
-        self.position = 0
+    def __init__(self, source: TokenSource, seq_len: int, seed: int) -> None:
+        self.source, self.seq_len, self.seed, self.position = source, seq_len, seed, 0
+        self.num_sequences = source.num_sequences(seq_len)
+        self._order = lru_cache(maxsize=1)(_order)  # one for each part of a mixture
+
+    def resize(self, seq_len: int) -> None:
+        """Go on with sequences of another length; the tokens drawn before count.
+
+        Args:
+            seq_len: tokens of a sequence.
+        """
+        if seq_len != self.seq_len:
+            self.position = -(-self.position * self.seq_len // seq_len)
+            self.seq_len, self.num_sequences = seq_len, self.source.num_sequences(seq_len)
 
     @property
     def epoch(self) -> int:
@@ -147,7 +175,7 @@ class Sampler:
     def sequence_at(self, position: int) -> int:
         """Sequence drawn at a position; any position, in any order of calls."""
         epoch, rank = divmod(position, self.num_sequences)
-        return int(_order(self.num_sequences, self.seed, epoch)[rank])
+        return int(self._order(self.num_sequences, self.seed, epoch)[rank])
 
     def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Draw this rank's next micro-batch; advances ``position`` for all ranks.
@@ -164,25 +192,29 @@ class Sampler:
         self.position += micro_batch * world_size
         return [self.sequence_at(position) for position in range(start, start + micro_batch)]
 
-    def state_dict(self) -> dict[str, int]:
-        """Three integers: ``seed``, ``num_windows`` (the sequences of an epoch), ``position``."""
-        return {"seed": self.seed, "num_windows": self.num_sequences, "position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        """``seed``, ``seq_len``, ``num_windows`` (the sequences of an epoch) and ``position``."""
+        return {
+            "seed": self.seed,
+            "seq_len": self.seq_len,
+            "num_windows": self.num_sequences,
+            "position": self.position,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a :meth:`state_dict`.
 
         Raises:
             ValueError: the state belongs to another seed or another number of sequences, so that
                 the order would not continue.
         """
+        self.resize(state.get("seq_len", self.seq_len))  # not in older checkpoints
         hint = "The data, seq_len or seed changed since the checkpoint."
-        for name, ours in self.state_dict().items():
-            rule, fits = f"equal this run's ({ours})", name == "position" or state[name] == ours
-            check(fits, name, rule, state[name], hint)
+        for name, ours in (("seed", self.seed), ("num_windows", self.num_sequences)):
+            check(state[name] == ours, name, f"equal this run's ({ours})", state[name], hint)
         self.position = state["position"]
 
 
-@lru_cache(maxsize=2)  # an epoch, and the next one while batches are made ahead
 def _order(num_sequences: int, seed: int, epoch: int) -> Ids:
     # NumPy guarantees raw Philox output not to change between versions, unlike its permutation.
     philox = np.random.Philox(np.random.SeedSequence((seed, epoch)))
@@ -261,10 +293,11 @@ def collate(
     Returns:
         A batch of ``T = len(indices) * seq_len`` tokens.
     """
-    rows = np.stack([source.sequence(seq_len, index) for index in indices])
+    # A source may keep its latest sequence alone, so tokens and mask are taken together.
+    found = [(source.sequence(seq_len, i), source.target_mask(seq_len, i)) for i in indices]
+    rows = np.stack([row for row, _ in found])
     tokens, targets = rows[:, :-1], rows[:, 1:].copy()
-    for row, index in enumerate(indices):
-        counted = source.target_mask(seq_len, index)
+    for row, (_, counted) in enumerate(found):
         if counted is not None:
             targets[row, ~counted] = IGNORED_TARGET
     starts = np.zeros(tokens.shape, dtype=bool)

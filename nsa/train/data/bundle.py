@@ -21,8 +21,10 @@ from nsa.train.data.documents import (
     stdlib_files,
 )
 from nsa.train.data.local import Origin, warn_of_skipped
+from nsa.train.data.mixture import MixtureSource
+from nsa.train.data.recall import RecallSource
 from nsa.train.data.shards import ShardSource, open_shards
-from nsa.train.data.stream import StreamSampler, StreamSource, read_held_out
+from nsa.train.data.stream import StreamSource, read_held_out
 from nsa.train.data.synthetic import TASKS, SyntheticSource
 from nsa.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
@@ -50,10 +52,8 @@ class DataBundle:
     test: TokenSource | None = None
 
     def sampler(self, seq_len: int, seed: int) -> Sampler:
-        """The order in which training takes the sequences; a stream has its own."""
-        if isinstance(self.train, StreamSource):
-            return StreamSampler(self.train, seq_len)
-        return Sampler(self.train.num_sequences(seq_len), seed)
+        """The order in which training takes the sequences."""
+        return self.train.sampler(seq_len, seed)
 
 
 def open_data(
@@ -91,35 +91,57 @@ def open_data(
         is_byte = config.tokenizer == "byte"
         check(is_byte, "data.tokenizer", rule, config.tokenizer)
         data = _open_task(config.source, ByteTokenizer(separator=False), seed)
-    else:
-        openers = {"shards": _open_shards, "stream": _open_stream}
-        try:
-            data = openers.get(config.source, _open_files)(config, tokenizer)
-            data.description.update(source=config.source, synthetic=False)
-        except DataUnavailableError as error:
-            task = config.synthetic_fallback
-            if task == "none":
-                raise
-            what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
-            logger.warning(what, task, error)
-            data = _open_task(task, tokenizer or make_tokenizer(config, ()), seed)
-    for split in SIDES:
-        _describe_sequences(data, split, seq_len)
+        _describe_sequences(data, seq_len)
+        return data
+    parts = list[DataBundle]()
+    for part in config.parts:
+        parts.append(_open_text(part, tokenizer, seed, seq_len))
+        tokenizer = parts[0].tokenizer
+    data = parts[0]
+    if config.mixture:
+        weights = [part.weight for part in config.mixture]
+        data = replace(data, train=MixtureSource([part.train for part in parts], weights))
+        data.description["mixture"] = [part.description for part in parts[1:]]
+        data.description["synthetic"] = any(part.description["synthetic"] for part in parts)
     return data
 
 
-def _describe_sequences(data: DataBundle, split: str, seq_len: int) -> None:
-    """Add the number of sequences, which may not be 0, and of tokens."""
-    source, description = getattr(data, split), data.description
-    if source is None or isinstance(source, StreamSource):
-        return  # the length of a stream is not known
-    number = description[f"{split}_windows"] = source.num_sequences(seq_len)
-    if isinstance(source, TextSource):
-        tokens = description[f"{split}_tokens"] = source.num_tokens
-        size = description[f"{split}_bytes"]
-        rule = f"be below the {tokens} tokens of the {split} text ({size} bytes)"
-        hint = "Take more text, shorter sequences, or another fraction for validation and test."
-        check(number > 0, "seq_len", rule, seq_len, hint)
+def _open_text(
+    config: DataConfig, tokenizer: Tokenizer | None, seed: int, seq_len: int
+) -> DataBundle:
+    """Open one source of text, or the task that replaces it."""
+    openers = {"shards": _open_shards, "stream": _open_stream}
+    try:
+        data = openers.get(config.source, _open_files)(config, tokenizer)
+        data.description.update(source=config.source, synthetic=False)
+    except DataUnavailableError as error:
+        task = config.synthetic_fallback
+        if task == "none":
+            raise
+        what = "SYNTHETIC DATA (%s) instead, as data.synthetic_fallback says: %s"
+        logger.warning(what, task, error)
+        data = _open_task(task, tokenizer or make_tokenizer(config, ()), seed)
+    _describe_sequences(data, seq_len)
+    if config.recall is None or data.description["synthetic"]:
+        return data
+    train = RecallSource(data.train, data.tokenizer, config.recall, seed)
+    return replace(data, train=train)
+
+
+def _describe_sequences(data: DataBundle, seq_len: int) -> None:
+    """Add the number of sequences of each split, which may not be 0, and of tokens."""
+    description = data.description
+    for split in SIDES:
+        source = getattr(data, split)
+        if source is None or isinstance(source, StreamSource):
+            continue  # the length of a stream is not known
+        number = description[f"{split}_windows"] = source.num_sequences(seq_len)
+        if isinstance(source, TextSource):
+            tokens = description[f"{split}_tokens"] = source.num_tokens
+            size = description[f"{split}_bytes"]
+            rule = f"be below the {tokens} tokens of the {split} text ({size} bytes)"
+            hint = "Take more text, shorter sequences, or another fraction for validation and test."
+            check(number > 0, "seq_len", rule, seq_len, hint)
 
 
 def _bundle(

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,10 @@ class StreamSource(TokenSource):
         self._origin, self._time_limit_s = origin, config.time_limit_s
         self._tokenise = partial(tokenise, tokenizer, config.fractions, ("train",), False)
         self.seek(0, BEGINNING)
+
+    def sampler(self, seq_len: int, seed: int) -> StreamSampler:
+        """See :class:`TokenSource`; the order is the stream's."""
+        return StreamSampler(self, seq_len)
 
     def num_sequences(self, seq_len: int) -> int:
         """See :class:`TokenSource`: more than any run takes."""
@@ -113,8 +118,9 @@ class StreamSource(TokenSource):
 class StreamSampler(Sampler):
     """Sequences of a stream one after another, and the position in the data set of the next one.
 
-    The state is five integers: the number of sequences drawn, and :meth:`StreamSource.position` of
-    the next one. Setting it moves nothing: the stream seeks when sequences are drawn.
+    The state is six integers: the number of sequences drawn, their length, and
+    :meth:`StreamSource.position` of the next one. Setting it moves nothing: the stream seeks when
+    sequences are drawn.
 
     Args:
         source: the stream.
@@ -122,9 +128,10 @@ class StreamSampler(Sampler):
     """
 
     def __init__(self, source: StreamSource, seq_len: int) -> None:
-        super().__init__(ENDLESS, seed=0)
-        self._source, self._seq_len = source, seq_len
-        self._start: Position | None = BEGINNING  # None while the source continues from itself
+        super().__init__(source, seq_len, seed=0)
+        self._stream = source
+        # Index of the next token and its position; None while the source continues from itself.
+        self._start: tuple[int, Position] | None = 0, BEGINNING
 
     def sequence_at(self, position: int) -> int:
         """See :class:`Sampler`: the order is the stream's."""
@@ -133,19 +140,22 @@ class StreamSampler(Sampler):
     def next_indices(self, micro_batch: int, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """See :class:`Sampler`."""
         if self._start is not None:
-            self._source.seek(self.position * self._seq_len, self._start)
+            self._stream.seek(*self._start)
             self._start = None
         return super().next_indices(micro_batch, rank=rank, world_size=world_size)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """See above."""
-        start = self._start or self._source.position(self.position * self._seq_len)
-        return {"position": self.position, **start}
+        token = self.position * self.seq_len
+        start = self._stream.position(token) if self._start is None else self._start[1]
+        return {"position": self.position, "seq_len": self.seq_len, **start}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a :meth:`state_dict`."""
+        self.resize(state.get("seq_len", self.seq_len))
         self.position = state["position"]
-        self._start = {name: state[name] for name in BEGINNING}
+        start = {name: state[name] for name in BEGINNING}
+        self._start = self.position * self.seq_len, start
 
 
 def read_held_out(

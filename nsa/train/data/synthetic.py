@@ -12,14 +12,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nsa.errors import check
-from nsa.train.data.batch import TokenSource
+from nsa.train.data.batch import Mask, TokenSource
 from nsa.train.data.documents import SIDES, Side
 from nsa.train.data.tokenizer import Ids
-
-Mask = NDArray[np.bool_]
 
 NUM_SEQUENCES = {"train": 1 << 20, "validation": 1 << 12}
 _MARKER = 0

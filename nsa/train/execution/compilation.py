@@ -166,7 +166,7 @@ class Startup:
 
 
 def first_capacity(config: TrainConfig, source: TokenSource) -> int:
-    """Number of sequences that micro-batches of a new run are padded to; 0 without padding.
+    """Number of sequences that micro-batches of a new stage are padded to; 0 without padding.
 
     Compiled code and CUDA graphs take a fixed number of sequences; batches of documents differ in
     it. The index of the data gives the largest number of document parts in a micro-batch. A stream

@@ -29,9 +29,10 @@ class _Captured(NamedTuple):
 class Replay:
     """Runs micro-batches from two graphs: the first writes gradients, the second adds.
 
-    The first step runs without graphs and compiles. The graphs are captured in the second step, and
-    again when a micro-batch of another shape begins a step, which is rare: the trainer pads
-    micro-batches to one number of sequences. A new shape is captured at once with the compiled
+    The first step runs without graphs and compiles, and so does the first one with sequences of
+    another length. The graphs are captured in the step after it, and again when a micro-batch of
+    another shape begins a step, which is rare: the trainer pads micro-batches to one number of
+    sequences. A new shape is captured at once with the compiled
     code; without a graph it would need as much memory again. A graph writes each ``.grad`` to the
     address that it was captured with, so gradients must not be dropped between steps and need no
     zeroing. The optimizer's update has a third graph. Graphs share their memory, since one runs at
@@ -50,7 +51,7 @@ class Replay:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         self._run, self._parameters = run, parameters
-        self._steps = 0
+        self._steps, self._seq_len = 0, 0
         self._captured: dict[Any, _Captured] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -62,6 +63,9 @@ class Replay:
             divisor: scalar on the device.
             is_first: whether this micro-batch writes the gradients; otherwise it adds to them.
         """
+        if is_first and batch.max_seqlen != self._seq_len:
+            self._forget()
+            self._steps, self._seq_len = 0, batch.max_seqlen
         self._steps += is_first
         if self._steps == 1:
             return self._run(batch.to(divisor.device), divisor)

@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from nsa.errors import UserError, check, check_output, fail
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import SUMS, find_checkpoint, load_tensors, read_meta, step_of
-from nsa.train.config import TrainConfig
+from nsa.train.config import RecallConfig, TrainConfig
 from nsa.train.data import (
     DataBundle,
     Document,
@@ -30,6 +31,7 @@ from nsa.train.data import (
     open_data,
     spread,
 )
+from nsa.train.data.recall import RecallSource
 from nsa.train.data.tokenizer import Ids
 from nsa.train.evaluation import (
     EvaluationText,
@@ -44,7 +46,7 @@ from nsa.train.evaluation import (
 from nsa.train.execution.precision import choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.measurements import save_measurement
-from nsa.train.needles import Answers, NeedleConfig, Needles, find_needles, row_of
+from nsa.train.needles import Answers, NeedleConfig, Needles, find_needles, find_values, row_of
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
 
@@ -165,6 +167,7 @@ def evaluate_run(
     save: Path | None = None,
     repeat: int | None = None,
     needle: NeedleConfig | None = None,
+    recall: bool = False,
     scores: str | None = None,
 ) -> Iterator[Finding]:
     """Measure a checkpoint of a run on a split of its data or on any other text.
@@ -183,6 +186,7 @@ def evaluate_run(
         repeat: tokens of a passage that the model has to repeat, see
             :func:`nsa.train.evaluation.repeated_passages`.
         needle: contexts with a needle that the model has to find; None for none.
+        recall: whether repeated lines are measured, see :func:`nsa.train.needles.find_values`.
         scores: scores by which the run's model selects blocks, see :func:`with_scores`; None takes
             the trained ones. The model of ``against`` keeps its own.
 
@@ -195,9 +199,8 @@ def evaluate_run(
     """
     config = folder.load_config()
     numbers = {"windows": num_sequences, "micro-batch": micro_batch, "seq-len": seq_len}
-    _check_options(numbers, split, text, repeat)
+    _check_options(numbers, split, text, repeat, save)
     seq_len, size = seq_len or config.seq_len, micro_batch or config.micro_batch
-    check_output("--save", save, is_new=True)
     on, path = choose_device(device), find_checkpoint(folder.checkpoints, checkpoint)
     if against is not None:
         other = find_checkpoint(against.checkpoints, checkpoint)
@@ -206,20 +209,21 @@ def evaluate_run(
     passages = [] if repeat is None else repeated_passages(part.source, seq_len, repeat)
     needles = _open_needles(needle, folder, part.source, seq_len, size * seq_len)
     number = min(num_sequences or len(part.windows), len(part.windows))
-
-    def measured(loss: NextTokenLoss, windows: EvaluationText) -> Measurement:
-        return measure(loss, windows, size, number, compute_dtype=config.compute_dtype)
+    inserted = _open_recall(recall, folder, part.source)
+    dtype = config.compute_dtype
+    measured = partial(measure, micro_batch=size, num_sequences=number, compute_dtype=dtype)
 
     def retrieval(prefix: str, loss: NextTokenLoss) -> Retrieval:
         found = [one.figures(measured(loss, one.sequences(seq_len))) for one in passages]
         yield from _repeats(f"{prefix}repeats", found)
-        return (yield from _needles(prefix, loss.model, needles, config.compute_dtype))
+        yield from _recall(prefix, loss.model, inserted, seq_len, number, dtype)
+        return (yield from _needles(prefix, loss.model, needles, dtype))
 
     model, step = load_model(config.model, path, on)
     about: dict[str, Any] = {"run": str(folder.path), "step": step, "device": on.type}
     if scores is not None:
         model, about["scores"] = with_scores(model, config.model, scores), scores
-    yield from _model(model, {**about, "compute_dtype": config.compute_dtype})
+    yield from _model(model, {**about, "compute_dtype": dtype})
     loss = NextTokenLoss(model, config.loss_chunk)
     result = measured(loss, part.windows)
     yield from _totals(result, part, number)
@@ -239,8 +243,13 @@ def evaluate_run(
 
 
 def _check_options(
-    numbers: dict[str, int | None], split: Split, text: str | None, repeat: int | None
+    numbers: dict[str, int | None],
+    split: Split,
+    text: str | None,
+    repeat: int | None,
+    save: Path | None,
 ) -> None:
+    check_output("--save", save, is_new=True)
     for name, value in numbers.items():
         check(value is None or value > 0, f"--{name}", "be positive", value)
     if text is not None:
@@ -319,6 +328,36 @@ def _repeats(name: str, found: list[dict[str, Any]]) -> Iterator[Finding]:
     yield from [Finding(line, {name: found})] if found else []
 
 
+def _open_recall(is_wanted: bool, folder: RunFolder, source: TokenSource) -> RecallSource | None:
+    """The text with lines of words that training does not contain, the same for every run."""
+    if not is_wanted:
+        return None
+    given = "a run without text"
+    check(source.text is not None, "--recall", "be left out for a synthetic task", given)
+    tokenizer = load_tokenizer(folder.tokenizer)
+    return RecallSource(source, tokenizer, RecallConfig(), seed=0, held_out=True)
+
+
+def _recall(
+    prefix: str,
+    model: LanguageModel,
+    source: RecallSource | None,
+    seq_len: int,
+    number: int,
+    compute_dtype: str,
+) -> Iterator[Finding]:
+    """Exact matches of repeated lines by the distance back to them."""
+    if source is None:
+        return
+    chosen = spread(number, source.num_sequences(seq_len))
+    rows = find_values(model, source, seq_len, chosen, compute_dtype)
+    *by_distance, total = rows
+    shown = ", ".join(f"{row['first']}: {row['exact_match']:.1%}" for row in by_distance)
+    exact = f"{total['exact_match']:.1%} exact matches{_interval(total)}"
+    line = f"recall: {exact}; by tokens back to the line, from: {shown}"
+    yield Finding(line, {f"{prefix}recall": rows})
+
+
 def _open_needles(
     config: NeedleConfig | None, folder: RunFolder, source: TokenSource, *sizes: int
 ) -> Needles | None:
@@ -345,8 +384,10 @@ def _needles(
         return f"{label:>8} {kind:<5} " + "".join(f"{value:>7}" for value in values) + end
 
     def row(answers: Answers, length: int | None, depth: float | None) -> dict[str, Any]:
-        about = {"length": length, "depth": depth, "distractors": config.distractors}
+        about: dict[str, Any] = {"length": length, "depth": depth}
+        about["distractors"] = config.distractors
         about |= {"passage": config.passage} if config.passage else {}
+        about |= {"style": config.style} if config.style != "ruler" else {}
         rows.append(row_of(answers, **about, seed=config.seed))
         return rows[-1]
 
@@ -410,8 +451,8 @@ def _baseline(part: _Text, result: Measurement, number: int) -> Iterator[Finding
         line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
         yield Finding(line, {"ideal_loss_nats": ideal})
         return
-    train = data.train
-    if not isinstance(train, TextSource):
+    train = data.train.text
+    if train is None:
         how = "nsa data prepare makes shards of a stream"
         line = f"no bigram baseline: the source does not keep its training text ({how})"
         yield Finding(line, {})

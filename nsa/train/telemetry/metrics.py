@@ -43,6 +43,7 @@ METRICS = (
     "step",
     "time_unix_s",
     "tokens",
+    "sequence_tokens",
     "loss_nats",
     "bits_per_byte",
     "learning_rate",

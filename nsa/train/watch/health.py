@@ -22,13 +22,17 @@ class Health:
 
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps = warmup_steps
-        self._speeds: list[float] = []
+        self._speeds: list[float] = []  # of rows with sequences of the latest length
+        self._seq_len: object = None
         self._reported: set[str] = set()
 
     def look(self, row: Row) -> list[tuple[str, str]]:
         """Conditions that begin with this row, as (kind, sentence)."""
         speed, speeds = float(row["tokens_per_s"]), self._speeds
         found = dict[str, str]()
+        if row.get("sequence_tokens") != self._seq_len:
+            self._seq_len = row.get("sequence_tokens")
+            speeds.clear()
         if len(speeds) >= MIN_ROWS and speed < SLOW * (median := statistics.median(speeds)):
             found["throughput"] = (
                 f"throughput fell to {speed:,.0f} tokens/s, median so far: {median:,.0f}"

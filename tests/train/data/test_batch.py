@@ -61,21 +61,26 @@ def test_most_sequences_is_the_number_in_the_fullest_ones(lengths, seq_len, want
     assert source.most_sequences(seq_len, wanted) == sum(fullest) + wanted - len(fullest)
 
 
+def sampler_of(num_sequences: int, seed: int) -> Sampler:
+    """A sampler of sequences of one token."""
+    return source_of("x" * num_sequences).sampler(1, seed)
+
+
 def test_epochs_are_different_permutations_that_never_change():
-    orders = [Sampler(37, seed).next_indices(3 * 37) for seed in (5, 6)]
+    orders = [sampler_of(37, seed).next_indices(3 * 37) for seed in (5, 6)]
     epochs = [tuple(order[start : start + 37]) for order in orders for start in (0, 37, 74)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
     assert len({*epochs, tuple(range(37))}) == 7
     # A run resumed under another NumPy must see the same sequences.
     order = [0, 8, 3, 1, 2, 5, 9, 7, 6, 4, 8, 4, 2, 9, 7, 6, 5, 0, 1, 3]
-    assert Sampler(10, seed=1337).next_indices(20) == order
+    assert sampler_of(10, 1337).next_indices(20) == order
 
 
 @given(*(st.integers(1, most) for most in (50, 4, 4, 3, 3)))
 def test_global_batch_does_not_depend_on_the_number_of_ranks(
     num_sequences, micro_batch, world_size, accumulation, steps
 ):
-    alone, *ranks = (Sampler(num_sequences, seed=3) for _ in range(1 + world_size))
+    alone, *ranks = (sampler_of(num_sequences, 3) for _ in range(1 + world_size))
     for step in range(1, steps + 1):
         size = micro_batch * world_size * accumulation
         expected, drawn = alone.next_indices(size), []
@@ -87,21 +92,22 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(
 
 
 @given(st.integers(1, 30), st.integers(0, 100), st.integers(1, 40))
-def test_state_is_three_integers_and_resumes_exactly(num_sequences, before, after):
-    sampler, resumed = Sampler(num_sequences, seed=11), Sampler(num_sequences, seed=11)
+def test_state_is_four_integers_and_resumes_exactly(num_sequences, before, after):
+    sampler, resumed = sampler_of(num_sequences, 11), sampler_of(num_sequences, 11)
     sampler.next_indices(before)
     state = sampler.state_dict()
-    assert state == {"seed": 11, "num_windows": num_sequences, "position": before}
+    counts = {"num_windows": num_sequences, "position": before}
+    assert state == {"seed": 11, "seq_len": 1, **counts}
     assert sampler.epoch == before // num_sequences
     resumed.load_state_dict(state)
     assert resumed.next_indices(after) == sampler.next_indices(after)
 
 
 def test_state_of_other_data_is_an_error():
-    state = Sampler(10, seed=1).state_dict()
+    state = sampler_of(10, 1).state_dict()
     for other, message in (
-        (Sampler(11, seed=1), r"num_windows must equal this run's \(11\), got 10"),
-        (Sampler(10, seed=2), r"seed must equal this run's \(2\), got 1"),
+        (sampler_of(11, 1), r"num_windows must equal this run's \(11\), got 10"),
+        (sampler_of(10, 2), r"seed must equal this run's \(2\), got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)

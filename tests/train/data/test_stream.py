@@ -72,7 +72,7 @@ def test_state_resumes_exactly_at_every_sequence(seq_len, position, stream):
         (index,) = sampler.next_indices(1)
         first.sequence(seq_len, index)
     state = json.loads(json.dumps(sampler.state_dict()))
-    assert set(state) == {"position", *BEGINNING}
+    assert set(state) == {"position", "seq_len", *BEGINNING}
     assert state["position"] == position
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state

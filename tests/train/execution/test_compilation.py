@@ -107,10 +107,10 @@ def test_a_late_compilation_is_a_warning(tmp_path, monkeypatch):
     made = new_trainer(tmp_path, accumulation=1, compile=True, model=model, **changes)
     config, draw, sizes = made.config, made._draw, iter([2, 1, 2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2])
 
-    def uneven(sampler):
+    def uneven(sampler, step):
         size = next(sizes)
         made.config = dataclasses.replace(config, micro_batch=size, global_batch=size)
-        return draw(sampler)
+        return draw(sampler, step)
 
     monkeypatch.setattr(made, "_draw", uneven)
     first = compilations.now.compilations
