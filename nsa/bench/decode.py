@@ -172,7 +172,8 @@ def _cached(
     is_sparse = config.branches != ("win",)
     sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if is_sparse else [None] * 4
     gates = x.gates if is_sparse else torch.ones_like(x.gates)
-    inputs = AttentionInputs._make((x.q, *sparse, x.k_win, x.v_win, gates, None, None))
+    given = (x.q, *sparse, x.k_win, x.v_win, gates, None, None, x.q_idx, x.k_idx)
+    inputs = AttentionInputs._make(given)
     rope, whole = Rope.from_config(config), NSACache(config, 1, batch, max_tokens=point.seq_len)
     (layer,) = whole.layers
     layer.attend(inputs, rope=rope, sequences=Sequences(None, batch, 1, 1, point.device))

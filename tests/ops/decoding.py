@@ -109,7 +109,7 @@ class Decoded:
             q_cmp = q if config.compress_rope == "none" else None
         phi = phi_of(parameters_of(case))
         heads = (getattr(x, name)[rows] for name in RAW)
-        inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp))
+        inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp, None, None))
         if is_step:
             sequences = Sequences(None, len(counts), counts[0], counts[0], q.device)
         else:
