@@ -38,7 +38,7 @@ def evaluate(
     distractors: int = 0,
     seed: int = 0,
     passage: int = 0,
-    scores: Literal["compressed", "token_max", "random"] | None = None,
+    scores: Literal["compressed", "token_max", "index", "random"] | None = None,
 ) -> int:
     """Measure a trained model on text.
 

@@ -139,6 +139,17 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (31, 143),
         (3,),
     ),
+    "index": ({"scores": "index", "index_dim": 32, "branches": ("slc", "win")}, (15, 131), (1, 4)),
+    "index of 6 heads, cmp": (
+        {**pattern(8, 4), "scores": "index", "index_dim": 48, "index_heads": 6},
+        (40, 102),
+        (1, 8),
+    ),
+    "shared index": (
+        {"num_heads": 6, "scores": "index", "index_heads": 2, "index_keys": "shared"},
+        (15, 131),
+        (1, 3),
+    ),
     "G 20": ({"num_heads": 20, "num_kv_heads": 1, "num_selected_blocks": 3}, (70,), (2,)),
 }
 
