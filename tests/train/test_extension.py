@@ -97,8 +97,8 @@ def test_an_index_that_the_weights_lack_is_new(tmp_path, caplog):
     with caplog.at_level("INFO", logger="nsa"):
         trainer = begin_from(tmp_path / "source", tmp_path, **changes)
     assert "2 projections of an index are not in" in caplog.text
-    (ours,) = (layer.attention for layer in trainer.model.decoder_layers())
-    new = [ours.q_idx_proj.weight, ours.k_idx_proj.weight]
+    names = [f"layers.0.attention.{name}_idx_proj.weight" for name in "qk"]
+    new = [trainer.model.get_parameter(name) for name in names]
     before = [weight.detach().clone() for weight in new]
     assert math.isfinite(float(trainer.run().row["loss_nats"]))
     assert all_equal(new, before)
