@@ -265,9 +265,10 @@ def assert_rows(module: NativeSparseAttention, out: Tensor, text: Tensor) -> Non
     torch.testing.assert_close(out, module(text)[-len(out) :], rtol=1e-4, atol=1e-5)
 
 
-def test_forks_and_truncated_sequences():
+@pytest.mark.parametrize("changes", [{"phi": "linear"}, {**forced(0, 1, 2), "scores": "index"}])
+def test_forks_and_truncated_sequences(changes):
     """Two forks of a prefix go on with tokens of their own, one goes back and takes others."""
-    module = layer(small(**ONE_KV_HEAD, phi="linear"))
+    module = layer(small(**{**ONE_KV_HEAD, **changes}))
     prefix, other, third = tokens(77), tokens(6, seed=2), tokens(6, seed=3)
     whole = NSACache(module.config, 1, 3, max_tokens=600, num_pages=10)
     (layer_cache,) = whole.layers
