@@ -314,8 +314,8 @@ def token_max_scores(
     return scores
 
 
-def index_scores(q: Array, k: Array, num_kv_heads: int, *rest: Any) -> Array:
-    """Scores [T, Hkv, M] of index queries and keys; one index key serves all KV heads."""
+def token_scores(q: Array, k: Array, num_kv_heads: int, *rest: Any) -> Array:
+    """Scores [T, Hkv, M] by tokens; a single key serves all KV heads."""
     scores = token_max_scores(q, k, *rest)
     return np.repeat(scores, num_kv_heads // k.shape[1], axis=1)
 
@@ -416,11 +416,8 @@ def native_sparse_attention(
     """
     num_rows, num_keys = q.shape[0], k_cmp_raw.shape[0]
     l, d, l_sel = config.compress_block_size, config.compress_stride, config.block_size
-    n, num_init, num_local = (
-        config.num_selected_blocks,
-        config.num_init_blocks,
-        config.num_local_blocks,
-    )
+    n, num_init = config.num_selected_blocks, config.num_init_blocks
+    num_local = config.num_local_blocks
     outputs: list[Array | None] = [None, None, None]
     indices = np.full((num_rows, k_cmp_raw.shape[1], n), -1, dtype=np.int64)
     by_token = config.scores in ("token_max", "index")
@@ -440,11 +437,9 @@ def native_sparse_attention(
     if "slc" in config.branches:
         if by_token:
             fp8 = config.score_precision == "fp8"
-            rest = (num_init, num_local, l_sel)
-            if q_idx is None or k_idx is None:
-                scores = token_max_scores(q, k_slc, *rest, scale, fp8)
-            else:
-                scores = index_scores(q_idx, k_idx, k_slc.shape[1], *rest, None, fp8)
+            scored = (q, k_slc) if q_idx is None or k_idx is None else (q_idx, k_idx)
+            rest = (num_init, num_local, l_sel, scale if q_idx is None else None, fp8)
+            scores = token_scores(*scored, k_slc.shape[1], *rest)
         else:
             scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
         table = [(length, m) for _, length, m in config.num_selected_blocks_table]

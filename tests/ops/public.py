@@ -475,7 +475,7 @@ def check_project(case: Case) -> None:
         Heads(config.num_heads, config.head_dim, (False, True)),
         Heads(config.num_kv_heads, config.value_dim),
         Heads(*pair, (True,)),
-        Heads(1, 2 * rope.dim, (True,), rope.dim // 2),
+        Heads(1, rope.dim, (True,), rope.dim // 2),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
     assert config.gate != "fixed"
@@ -491,7 +491,7 @@ def check_project(case: Case) -> None:
     ]
     bias = case.normal(columns.sizes[-1], seed=9)
     queries, values = (config.num_heads, config.head_dim), (config.num_kv_heads, config.value_dim)
-    shapes = [queries, queries, values, pair, (1, 2 * rope.dim), (config.num_heads, 3)]
+    shapes = [queries, queries, values, pair, (1, rope.dim), (config.num_heads, 3)]
     douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
     # Branches differ in the mean, or the gradient of the bias is a sum that cancels.
     douts[-1] += torch.arange(3.0, device=case.device) - 1
@@ -513,11 +513,8 @@ def check_project(case: Case) -> None:
             [dout.to(y.dtype) for dout, y in zip(douts, out, strict=True)],
         )
         found = {name: y.detach() for name, y in zip(names, out, strict=True)}
-        return (
-            found
-            | {"dx": grads[0], "dbias": grads[1]}
-            | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
-        )
+        found |= {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
+        return {**found, "dx": grads[0], "dbias": grads[1]}
 
     plain, exact = (
         run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights)))

@@ -99,9 +99,8 @@ def check(
         if config.scores in ("token_max", "index"):
             fp8 = config.score_precision == "fp8"
             rest = *forced, config.block_size, scale, fp8
-            scores = oracle.index_scores(
-                array(q)[rows], array(k)[tokens], config.num_kv_heads, *rest
-            )
+            given = array(q)[rows], array(k)[tokens], config.num_kv_heads
+            scores = oracle.token_scores(*given, *rest)
         elif config.scores == "random":
             positions = range(num_keys - (rows.stop - rows.start), num_keys)
             scores = oracle.random_scores(positions, config.num_kv_heads, most)

@@ -245,29 +245,19 @@ def _attend(
     scores = q.new_empty(plan.scores, dtype=torch.float32)
     score_lse = q.new_empty(plan.score_lse, dtype=torch.float32)
     if plan.scan is not None:
-        plan.scan(
-            q,
-            q if q_cmp is None else q_cmp,
-            q if q_idx is None else q_idx,
-            cache.k_cmp,
-            cache.v_cmp,
-            cache.k_slc if cache.k_idx is None else cache.k_idx,
-            cache.k_win,
-            cache.v_win,
-            table,
-            lengths,
-            scores,
-            part,
-            lse,
-            score_lse,
-            reads,
+        heads = (q if x is None else x for x in (q, q_cmp, q_idx))
+        scored = cache.k_slc if cache.k_idx is None else cache.k_idx
+        stored = (cache.k_cmp, cache.v_cmp, scored, cache.k_win, cache.v_win, table, lengths)
+        made = (scores, part, lse, score_lse, reads)
+        scales = (scale, float(config.scoring.head_dim**-0.5))
+        numbers = (
             table.shape[1],
             scores.shape[-1],
-            scale,
-            float(config.scoring.head_dim**-0.5),
+            *scales,
             config.num_init_blocks,
             config.num_local_blocks,
         )
+        plan.scan(*heads, *stored, *made, *numbers)
     ids, others = None, lse.new_empty(0)
     if plan.select is not None:
         ids, others = _select(plan, gates, cache, config, (scores, score_lse), (part, lse))
