@@ -43,7 +43,7 @@ class Part(NamedTuple):
         heads: number of heads.
         size: columns of each head.
         rotary: number of rotated columns of a head.
-        rope: index of the rotation.
+        rope: index of the frequencies.
         block: unrotated columns of a head, padded to a power of two.
         tensor: index of the tensor.
         plain: index of a tensor that is added without rotation in the backward, or -1.
@@ -67,7 +67,7 @@ class Plan(Constants):
         parts: parts that are copied.
         used: columns of all parts and gates.
         padding: padding columns after the used ones.
-        halves: number of frequencies of each rotation.
+        halves: numbers of frequencies.
     """
 
     parts: tuple[Part, ...]
@@ -275,7 +275,7 @@ def move(
         tiles = cdiv(x.shape[0], programs_of(x.shape[0])[0])
         dbias, bias = bias, bias.new_empty(tiles, bias.shape[0], dtype=torch.float32)
     if x.shape[0]:
-        ropes = once(lambda: rotations(columns, rope))
+        dims = once(lambda: rotated_dims(columns, rope))
         launch = once(lambda: _plan(x, columns, rope, before is not None, backward))
         launch(
             x,
@@ -284,7 +284,7 @@ def move(
             dgates,
             bias,
             before,
-            tuple(frequency_table(one, x.device) for one in ropes),
+            tuple(frequency_table(rope, x.device, dim) for dim in dims),
             cu,
             length,
             num_sequences,
@@ -298,26 +298,26 @@ def move(
         dbias.copy_(bias.sum(0))
 
 
-def rotations(columns: Columns, rope: Rope) -> list[Rope]:
-    """Different rotations of the parts; that of most heads comes first."""
-    return list(dict.fromkeys([rope, *(part.rope(rope) for part in columns.parts)]))
+def rotated_dims(columns: Columns, rope: Rope) -> list[int]:
+    """Different numbers of rotated columns of the parts, those of ``rope`` first."""
+    return list(dict.fromkeys([rope.dim, *(part.rotary or rope.dim for part in columns.parts)]))
 
 
 def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool) -> Launch:
     """Return the launch of the kernel."""
-    parts, tensor, ropes = list[Part](), 0, rotations(columns, rope)
+    parts, tensor, dims = list[Part](), 0, rotated_dims(columns, rope)
     for start, heads in zip(accumulate(columns.sizes, initial=0), columns.parts, strict=False):
         # In the backward one pass over the columns adds both gradients.
         both = backward and len(heads.outputs) > 1
         for rotated in heads.outputs:
             if rotated or not both:
-                turned = heads.rope(rope)
-                rotary, plain = turned.dim * rotated, tensor - 1 if both else -1
+                dim = heads.rotary or rope.dim
+                rotary, plain = dim * rotated, tensor - 1 if both else -1
                 block = next_power_of_2(max(heads.size - rotary, 1))
-                sizes = (heads.number, heads.size, rotary, ropes.index(turned), block)
+                sizes = (heads.number, heads.size, rotary, dims.index(dim), block)
                 parts.append(Part(start, *sizes, tensor, plain))
             tensor += 1
-    used, halves = sum(columns.sizes), tuple(one.dim // 2 for one in ropes)
+    used, halves = sum(columns.sizes), tuple(dim // 2 for dim in dims)
     block_half = next_power_of_2(max(*halves, 1))
     block_rows, programs = programs_of(x.shape[0])
     return Launch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,7 +23,7 @@ class Heads:
         size: columns of each head.
         outputs: for each output tensor, unrotated first, whether its heads are rotated by the
             token's position.
-        rotary: rotated columns of a head; None means those of the rotation.
+        rotary: rotated columns of a head, see :func:`nsa.apply_rope`; None means ``rope.dim``.
     """
 
     number: int
@@ -35,10 +35,6 @@ class Heads:
     def columns(self) -> int:
         """Number of columns."""
         return self.number * self.size
-
-    def rope(self, rope: Rope) -> Rope:
-        """Rotation of these heads: ``rope``, of ``rotary`` columns."""
-        return rope if self.rotary is None else replace(rope, dim=self.rotary)
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,8 @@ def split_reference(
     # The product with the gate weight comes last.
     for part, product in zip(columns.parts, products, strict=False):
         heads = product.unflatten(-1, (part.number, part.size))
-        turned = part.rope(rope)
-        found += [apply_rope(heads, positions, turned) if x else heads for x in part.outputs]
+        given = (heads, positions, rope, part.rotary)
+        found += [apply_rope(*given) if x else heads for x in part.outputs]
     if columns.gates is not None:
         logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
         found.append(activate(logits, columns.gates))
