@@ -50,6 +50,8 @@ class AttentionInputs(NamedTuple):
         gates: ``[T, Hq, 3]``.
         phi: parameters of the compression of keys and of values.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``.
+        q_idx: rotated index queries; None without an index.
+        k_idx: rotated index keys.
     """
 
     q: Tensor
@@ -62,6 +64,8 @@ class AttentionInputs(NamedTuple):
     gates: Tensor
     phi: Phi | None
     q_cmp: Tensor | None = None
+    q_idx: Tensor | None = None
+    k_idx: Tensor | None = None
 
 
 def native_sparse_attention(
@@ -77,6 +81,8 @@ def native_sparse_attention(
     config: NSAConfig,
     *,
     q_cmp: Tensor | None = None,
+    q_idx: Tensor | None = None,
+    k_idx: Tensor | None = None,
     rope: Rope | None = None,
     softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -103,8 +109,13 @@ def native_sparse_attention(
         config: the sparse pattern. Inputs of a disabled branch are ignored and may be None.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``. With
             ``compress_rope="none"`` pass the unrotated queries.
+        q_idx: rotated index queries ``[T, Hkv * index_heads, index_dim]``, or ``[T, index_heads,
+            index_dim]`` with ``index_keys="shared"``; given with scores ``index`` only. They and
+            ``k_idx`` get gradients of zero.
+        k_idx: rotated index keys ``[S, Hkv, index_dim]``, or ``[S, 1, index_dim]``.
         rope: rotates the compressed keys; None when nothing is rotated.
-        softmax_scale: factor on all scores; None means ``D ** -0.5``.
+        softmax_scale: factor on all scores, but those of an index, whose factor is
+            ``index_dim ** -0.5``; None means ``D ** -0.5``.
         cu_seqlens_q: int32 ``[B + 1]`` offsets of the queries; None means one sequence.
         cu_seqlens_k: int32 ``[B + 1]`` offsets of the keys; None means those of the queries.
         max_seqlen_q: at least the longest sequence in queries. Pass it when sequences are much
@@ -123,12 +134,13 @@ def native_sparse_attention(
         ``[T, Hq, Dv]`` (``[B, T, Hq, Dv]`` for a dense batch) in the dtype of ``q``.
 
     Raises:
-        ValueError: a tensor of an enabled branch is missing; shapes, dtypes or offsets do not
-            match.
+        ValueError: a tensor of an enabled branch or of the index is missing; there are index
+            tensors without an index; shapes, dtypes or offsets do not match.
     """
     backend = choose_backend(backend, q)
     of_branches = (k_cmp_raw, v_cmp_raw, k_slc, v_slc, k_win, v_win)
     keys = _check_inputs_of_branches(config, q, gates, *of_branches)
+    _check_index(config, q, keys, q_idx, k_idx)
     offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sequences = open_sequences(q, keys, *offsets, backend, sequences)
     if rope is not None:
@@ -140,8 +152,9 @@ def native_sparse_attention(
         check_weights("phi[0]", phi_k, config, config.head_dim)
     if "cmp" in config.branches:
         check_weights("phi[1]", phi_v, config, config.value_dim)
-    packed = (None if x is None else pack(x) for x in (q, *of_branches, gates))
-    inputs = AttentionInputs._make((*packed, phi, q_cmp))
+    given = (q, *of_branches, gates, q_idx, k_idx)
+    *packed, q_idx, k_idx = (None if x is None else pack(x) for x in given)
+    inputs = AttentionInputs._make((*packed, phi, q_cmp, q_idx, k_idx))
     call = Call(config, sequences, scale_of(config, softmax_scale))
     return sequences.restore(attend(inputs, call, rope=rope, backend=backend))
 
@@ -211,12 +224,13 @@ def branch_inputs(
 ) -> BranchInputs:
     """Assemble the branch inputs and drop disabled branches."""
     k_slc, v_slc, k_win, v_win = inputs.k_slc, inputs.v_slc, inputs.k_win, inputs.v_win
+    index = (inputs.q_idx, inputs.k_idx) if config.has_index else (None, None)
     if "slc" not in config.branches:
         k_slc = v_slc = None
     if "win" not in config.branches:
         k_win = v_win = None
     of_branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    return BranchInputs(inputs.q, inputs.q_cmp, *of_branches, inputs.gates)
+    return BranchInputs(inputs.q, inputs.q_cmp, *of_branches, inputs.gates, *index)
 
 
 def check_inputs(
@@ -299,6 +313,29 @@ def _check_inputs_of_branches(
             fail(argument, rule, tuple(tensor.shape[:-2]))
     assert key_shape is not None
     return key_shape
+
+
+def _check_index(
+    config: NSAConfig,
+    q: Tensor,
+    keys: tuple[int, ...],
+    q_idx: Tensor | None,
+    k_idx: Tensor | None,
+) -> None:
+    """Check that index queries and keys are given if and only if an index scores the blocks."""
+    heads = config.scoring
+    for argument, x, number, tokens in (
+        ("q_idx", q_idx, heads.num_heads, tuple(q.shape[:-2])),
+        ("k_idx", k_idx, heads.num_kv_heads, keys),
+    ):
+        if config.scores != "index":
+            check(x is None, argument, f"be None with scores {config.scores}", "a tensor")
+        elif config.has_index:
+            if x is None:
+                fail(argument, "be given with scores index", None)
+            check_heads(argument, x, number, heads.head_dim, q)
+            fits, rule = tuple(x.shape[:-2]) == tokens, f"have tokens {tokens}"
+            check(fits, argument, rule, tuple(x.shape[:-2]))
 
 
 def _check_gates(gates: Tensor) -> None:

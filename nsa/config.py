@@ -78,8 +78,19 @@ class NSAConfig:
             ``num_selected_blocks``, which is still the width of the indices; the first matching
             row applies. See :meth:`for_layer`.
         scores: scores by which blocks are selected: ``compressed`` are the probabilities of the
-            compressed keys (Eq. 9), ``token_max`` the largest weight of a token of the block;
+            compressed keys (Eq. 9), ``token_max`` the largest weight of a token of the block,
+            ``index`` the same of small queries and keys that are projected for the scores alone;
             ``random`` are hashes, a control for experiments that selects without content.
+        index_heads: index queries per KV head, 1 to 64; the ``index_*`` fields are read with scores
+            ``index`` only. No gradient flows through the selection: without a loss of their own the
+            index projections get gradients of zero and keep their initial values, up to weight
+            decay.
+        index_dim: size of an index query and key: a multiple of 16 from 16 to 256.
+        index_keys: ``group`` projects one index key and ``index_heads`` queries for each KV head,
+            ``shared`` one key and ``index_heads`` queries in all, by which all KV heads select the
+            same blocks.
+        index_rotary_dim: rotated leading part of an index query and key, even; None means that of
+            the other heads, at most ``index_dim``.
         coarse_block_size: tokens of a coarse block: a power of two times ``block_size``. If set,
             blocks are selected in two stages: the mean compressed key of each coarse block is
             scored first, and only the blocks inside the best ``num_coarse_blocks`` coarse blocks
@@ -87,7 +98,7 @@ class NSAConfig:
         num_coarse_blocks: coarse blocks that the first stage keeps.
         score_precision: precision of the products of queries and keys in the selection: ``exact``
             multiplies them in their dtype, ``fp8`` rounds them to e4m3 first, with one scale per
-            row (per block of keys with ``token_max``). The softmax is always fp32.
+            row (per block of keys with scores by tokens). The softmax is always fp32.
         window_size: tokens of the window, the query's own included [w].
         branches: the enabled branches, a non-empty subset of ``("cmp", "slc", "win")``.
         share_kv: one K and V projection for all branches instead of one each.
@@ -127,7 +138,11 @@ class NSAConfig:
     num_init_blocks: int = 1
     num_local_blocks: int = 2
     num_selected_blocks_table: tuple[tuple[int, int, int], ...] = ()
-    scores: Literal["compressed", "token_max", "random"] = "compressed"
+    scores: Literal["compressed", "token_max", "index", "random"] = "compressed"
+    index_heads: int = 1
+    index_dim: int = 64
+    index_keys: Literal["group", "shared"] = "group"
+    index_rotary_dim: int | None = None
     coarse_block_size: int | None = None
     num_coarse_blocks: int = 0
     score_precision: Literal["exact", "fp8"] = "exact"
@@ -148,6 +163,9 @@ class NSAConfig:
 
     # All fields as JSON, the form in which registered operators accept the pattern.
     text: ClassVar[str]
+    # Pattern of the queries and keys that score blocks: with scores ``index`` that of the index
+    # heads, with scores ``token_max``; otherwise this pattern.
+    scoring: ClassVar[NSAConfig]
 
     def __post_init__(self) -> None:
         settle(self)
@@ -165,10 +183,11 @@ class NSAConfig:
         object.__setattr__(self, "branches", tuple(name for name in BRANCHES if name in names))
         check_field(self, self.rope_theta > 1, "rope_theta", "be above 1")
         object.__setattr__(self, "text", json.dumps(dataclasses.asdict(self)))
-        if self.rotary_dim is not None:
-            fits = 0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
-            rule = f"be even and from 2 to head_dim ({self.head_dim})"
-            check_field(self, fits, "rotary_dim", rule)
+        for name, of in (("rotary_dim", "head_dim"), ("index_rotary_dim", "index_dim")):
+            rotary, size = getattr(self, name), getattr(self, of)
+            fits = rotary is None or (0 < rotary <= size and rotary % 2 == 0)
+            check_field(self, fits, name, f"be even and from 2 to {of} ({size})")
+        object.__setattr__(self, "scoring", self._scoring())
 
     def _check_heads(self) -> None:
         check_positive(self, "num_heads", "num_kv_heads", "head_dim", "value_dim")
@@ -178,9 +197,12 @@ class NSAConfig:
         check_field(self, divides, "num_kv_heads", f"divide num_heads ({self.num_heads})")
         rule = f"be at most 64 times num_kv_heads ({self.num_kv_heads})"
         check_field(self, self.group_size <= 64, "num_heads", rule)
-        for name, size in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
+        for name in ("head_dim", "value_dim", "index_dim"):
+            size = getattr(self, name)
             fits = size % 16 == 0 and 16 <= size <= 256
             check_field(self, fits, name, "be a multiple of 16 from 16 to 256")
+        check_positive(self, "index_heads")
+        check_at_most(self, 64, "index_heads")
 
     def _check_blocks(self) -> None:
         sizes = ("compress_block_size", "compress_stride", "window_size")
@@ -290,5 +312,24 @@ class NSAConfig:
 
     @property
     def scores_tokens(self) -> bool:
-        """Whether every key of the selected branch is read to score blocks."""
-        return "slc" in self.branches and self.scores == "token_max"
+        """Whether a key of every token is read to score blocks."""
+        return "slc" in self.branches and self.scoring.scores == "token_max"
+
+    @property
+    def has_index(self) -> bool:
+        """Whether index queries and keys are needed."""
+        return "slc" in self.branches and self.scores == "index"
+
+    def _scoring(self) -> NSAConfig:
+        if self.scores != "index":
+            return self
+        heads = self.num_kv_heads if self.index_keys == "group" else 1
+        rotary = self.rotary_dim or self.head_dim
+        return dataclasses.replace(
+            self,
+            num_heads=heads * self.index_heads,
+            num_kv_heads=heads,
+            head_dim=self.index_dim,
+            rotary_dim=self.index_rotary_dim or min(rotary, self.index_dim),
+            scores="token_max",
+        )

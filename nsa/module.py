@@ -29,7 +29,10 @@ QK_NORM_EPS = 1e-6
 # Name of each projection and of its module, in the order of the columns.
 PROJECTIONS = [
     (name, f"{name}_proj")
-    for name in ("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+    for name in (
+        *("q", "k", "v", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win"),
+        *("q_idx", "k_idx"),
+    )
 ]
 
 
@@ -249,6 +252,9 @@ class NativeSparseAttention(ProjectedAttention):
     With branch ``slc`` enabled and ``cmp`` disabled, blocks are still scored by compressed keys. No
     gradient reaches their projection and phi, so these are frozen, and a log line reports it. With
     other scores there are no compressed keys, and nothing is frozen.
+
+    With scores ``index`` there are projections of index queries and keys, which ``qk_norm`` does
+    not normalise. Their gradients are zero.
     """
 
     # Projections; a pattern has those that it needs.
@@ -261,6 +267,8 @@ class NativeSparseAttention(ProjectedAttention):
     v_slc_proj: nn.Linear
     k_win_proj: nn.Linear
     v_win_proj: nn.Linear
+    q_idx_proj: nn.Linear
+    k_idx_proj: nn.Linear
 
     def __init__(self, width: int, config: NSAConfig) -> None:
         check(width > 0, "width", "be positive", width)
@@ -268,7 +276,7 @@ class NativeSparseAttention(ProjectedAttention):
         parts = self._add_projections()
         if config.qk_norm:
             for name in self.projections:
-                if name[0] in "qk":
+                if name[0] in "qk" and not name.endswith("idx"):
                     setattr(self, f"{name}_norm", RMSNorm(config.head_dim, eps=QK_NORM_EPS))
         if config.compresses_keys:
             self.phi_k = Compression(config, config.head_dim)
@@ -310,6 +318,7 @@ class NativeSparseAttention(ProjectedAttention):
         kinds = [f"{x}_{branch}" for branch in BRANCHES for x in "kv"]
         used = [kind for kind in kinds if kind[2:] in config.branches]
         used += ["k_cmp"] if config.compresses_keys else []
+        index = ["q_idx", "k_idx"] if config.has_index else []
         # Output for each key and value of a branch, empty if it is not used.
         shared = {kind: "k_raw" if kind == "k_cmp" else kind[0] for kind in kinds}
         names = shared if config.share_kv else dict(zip(kinds, kinds, strict=True))
@@ -319,12 +328,14 @@ class NativeSparseAttention(ProjectedAttention):
         raw |= {"q"} if config.compresses_keys and config.compress_rope == "none" else set()
         parts, self._outputs = list[Heads](), list[str]()
         for name, key in PROJECTIONS:
-            if name == "q" or name in (("k", "v") if config.share_kv else used):
-                number = config.num_heads if name == "q" else config.num_kv_heads
-                size = config.value_dim if name[0] == "v" else config.head_dim
+            if name == "q" or name in (*(("k", "v") if config.share_kv else used), *index):
+                of = config.scoring if name in index else config
+                number = of.num_heads if name[0] == "q" else of.num_kv_heads
+                size = of.value_dim if name[0] == "v" else of.head_dim
                 setattr(self, key, self._linear(self.width, number * size))
-                rotated = name in ("q", "k", "k_slc", "k_win")
-                parts.append(Heads(number, size, (False, True) if name in raw else (rotated,)))
+                rotated = name in ("q", "k", "k_slc", "k_win", *index)
+                outputs = (False, True) if name in raw else (rotated,)
+                parts.append(Heads(number, size, outputs, of.rotary_dim if name in index else None))
                 self._outputs += [f"{name}_raw", name] if name in raw else [name]
         return parts
 
@@ -338,7 +349,8 @@ class NativeSparseAttention(ProjectedAttention):
         heads = dict(zip(self._outputs, found, strict=False))
         given = [heads.get(name) for name in self._sources]
         gates = found[-1] if len(found) > len(self._outputs) else self.gate(x)
-        return AttentionInputs._make((heads["q"], *given, gates, self._phi(), heads.get("q_raw")))
+        others = (heads.get(name) for name in ("q_raw", "q_idx", "k_idx"))
+        return AttentionInputs._make((heads["q"], *given, gates, self._phi(), *others))
 
     def forward(
         self,
@@ -416,8 +428,11 @@ class NativeSparseAttention(ProjectedAttention):
         inputs, cu = self.attention_inputs(self._project(x, sequences), x), sequences.cu_q
         rest: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": sequences.len_q}
         if config.scores != "compressed":
-            assert inputs.k_slc is not None
-            return select_blocks(inputs.q, inputs.k_slc, None, config, **rest)
+            scored = inputs.q, inputs.k_slc
+            q, k = (inputs.q_idx, inputs.k_idx) if config.has_index else scored
+            assert q is not None
+            assert k is not None
+            return select_blocks(q, k, None, config, **rest)
         q = inputs.q if inputs.q_cmp is None else inputs.q_cmp
         assert inputs.k_cmp_raw is not None
         k_cmp, _ = compress(inputs.k_cmp_raw, self.phi_k.weights(), config, cu)

@@ -271,6 +271,7 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
         overlap = pattern.compress_block_size // pattern.compress_stride
         read = overlap if pattern.phi != "mean" and pattern.compresses_keys else 0
         attention += (1 + read) * keys + 12 * pattern.num_heads
+        attention += _index_bytes(config)
     if _is_masked_dense(config):
         attention += _chunk_bytes(config) + 8 * config.seq_len  # heads; the mask in fp32
     # Before and after the activation; with a gate also the product and, if it is not compiled,
@@ -291,7 +292,16 @@ def attention_backward_bytes(config: TrainConfig) -> int:
     pattern = config.model.nsa
     keys = 7 if config.model.attention == "nsa" else 1
     heads = (3 * pattern.num_heads + keys * pattern.num_kv_heads) * _head_bytes(config)
+    heads += _index_bytes(config)
     return heads + (_chunk_bytes(config) if _is_masked_dense(config) else 0)
+
+
+def _index_bytes(config: TrainConfig) -> int:
+    """Bytes per token of index queries and keys."""
+    if config.model.attention == "dense" or not config.model.nsa.has_index:
+        return 0
+    heads = config.model.nsa.scoring
+    return _element(config) * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
 
 
 def _is_masked_dense(config: TrainConfig) -> bool:

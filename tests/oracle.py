@@ -314,6 +314,12 @@ def token_max_scores(
     return scores
 
 
+def token_scores(q: Array, k: Array, num_kv_heads: int, *rest: Any) -> Array:
+    """Scores [T, Hkv, M] by tokens; a single key serves all KV heads."""
+    scores = token_max_scores(q, k, *rest)
+    return np.repeat(scores, num_kv_heads // k.shape[1], axis=1)
+
+
 def choose_row(
     scores: Array, t: int, n: int, num_init: int, num_local: int, l_sel: int
 ) -> list[int]:
@@ -398,6 +404,8 @@ def native_sparse_attention(
     phi_k: dict[str, Array] | None = None,
     phi_v: dict[str, Array] | None = None,
     q_cmp: Array | None = None,
+    q_idx: Array | None = None,
+    k_idx: Array | None = None,
     rotate_keys: Callable[[Array, list[int]], Array] | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
@@ -408,14 +416,11 @@ def native_sparse_attention(
     """
     num_rows, num_keys = q.shape[0], k_cmp_raw.shape[0]
     l, d, l_sel = config.compress_block_size, config.compress_stride, config.block_size
-    n, num_init, num_local = (
-        config.num_selected_blocks,
-        config.num_init_blocks,
-        config.num_local_blocks,
-    )
+    n, num_init = config.num_selected_blocks, config.num_init_blocks
+    num_local = config.num_local_blocks
     outputs: list[Array | None] = [None, None, None]
     indices = np.full((num_rows, k_cmp_raw.shape[1], n), -1, dtype=np.int64)
-    by_token = config.scores == "token_max"
+    by_token = config.scores in ("token_max", "index")
     if "cmp" in config.branches or ("slc" in config.branches and not by_token):
         k_cmp = compress(k_cmp_raw, l, d, config.phi, phi_k)
         scoring_q = q if q_cmp is None else q_cmp
@@ -432,7 +437,9 @@ def native_sparse_attention(
     if "slc" in config.branches:
         if by_token:
             fp8 = config.score_precision == "fp8"
-            scores = token_max_scores(q, k_slc, num_init, num_local, l_sel, scale, fp8)
+            scored = (q, k_slc) if q_idx is None or k_idx is None else (q_idx, k_idx)
+            rest = (num_init, num_local, l_sel, scale if q_idx is None else None, fp8)
+            scores = token_scores(*scored, k_slc.shape[1], *rest)
         else:
             scores = block_scores(scoring_q, k_cmp, num_keys, l, d, l_sel, scale)
         table = [(length, m) for _, length, m in config.num_selected_blocks_table]
@@ -475,6 +482,17 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
             return np.full((num_tokens, config.num_kv_heads, 1), math.nan)
         return project(name, config.num_kv_heads)
 
+    def index(name: str) -> Array | None:
+        """Index queries or keys; their frequencies are those of their own rotated part."""
+        if f"{name}_proj.weight" not in weights:
+            return None
+        weight, size = weights[f"{name}_proj.weight"], config.index_dim
+        heads = (x @ weight.T).reshape(num_tokens, weight.shape[0] // size, size)
+        rotary = config.index_rotary_dim
+        if rotary is None:
+            rotary = min(config.rotary_dim or config.head_dim, config.index_dim)
+        return rotate(heads, tokens, rotary, config.rope_theta, config.rope_scaling)
+
     q = project("q", config.num_heads)
     k_cmp, k_slc, k_win = (project_kv("k", branch) for branch in ("cmp", "slc", "win"))
     v_cmp, v_slc, v_win = (project_kv("v", branch) for branch in ("cmp", "slc", "win"))
@@ -492,6 +510,8 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
         phi_k=phi("phi_k"),
         phi_v=phi("phi_v"),
         q_cmp=q if config.compress_rope == "none" else None,
+        q_idx=index("q_idx"),
+        k_idx=index("k_idx"),
         rotate_keys=rotated,
     )
     return out.reshape(num_tokens, config.num_heads * config.value_dim) @ weights["o_proj.weight"].T

@@ -164,7 +164,7 @@ def by_hand(module: NativeSparseAttention, x: Tensor) -> Tensor:
     inputs = module.attention_inputs([*found, module.gate(x)], x)
     options: dict[str, Any] = {"q_cmp": inputs.q_cmp, "rope": module.rope, "backend": "reference"}
     options["config"] = module.config
-    tensors: list[Any] = list(inputs[:-1])
+    tensors: list[Any] = list(inputs[:-3])
     return module.o_proj(native_sparse_attention(*tensors, **options).flatten(-2))
 
 

@@ -63,7 +63,7 @@ def test_dense_batch_with_more_keys_than_queries():
     near(out, run_oracle(batch, inputs)[0].reshape(2, 20, 4, 32))
 
 
-@pytest.mark.parametrize("scores", ["compressed", "token_max"])
+@pytest.mark.parametrize("scores", ["compressed", "token_max", "index"])
 @pytest.mark.parametrize("branches", SUBSETS)
 def test_branch_switches(branches, scores):
     """The inputs of a branch that is off may be missing or NaN; with slc on, k_cmp_raw scores."""
@@ -83,6 +83,36 @@ def test_branch_switches(branches, scores):
         given: Any = {**inputs.tensors, **others, **batch.kwargs}
         same = native_sparse_attention(**given, phi=None, config=config, rope=rope)
         assert torch.equal(same, out)
+
+
+@pytest.mark.parametrize("keys", ["group", "shared"])
+def test_an_index_selects_and_gets_gradients_of_zero(keys):
+    """The factor on the scores is not that of the index."""
+    config = small(scores="index", index_heads=2, index_dim=32, index_keys=keys)
+    batch = make_batch(config, (140, 257), (140, 12))
+    inputs = make(batch)
+    index = [inputs.tensors[name].requires_grad_() for name in ("q_idx", "k_idx")]
+    out = run(config, inputs, **batch.kwargs, softmax_scale=0.4)
+    near(out, run_oracle(batch, inputs, rope=False, scale=0.4)[0])
+    q = inputs.tensors["q"].requires_grad_()
+    out = run(config, inputs, **batch.kwargs)
+    _, *found = torch.autograd.grad(out.sum(), [q, *index], materialize_grads=True)
+    assert not any(gradient.any() for gradient in found)
+
+
+def test_wrong_index_tensors():
+    config = small(scores="index", index_dim=32)
+    inputs = make(make_batch(config, (40,)))
+    for changes, other, message in (
+        ({"q_idx": None}, config, "q_idx must be given with scores index, got None"),
+        ({"k_idx": None}, config, "k_idx must be given with scores index, got None"),
+        ({}, small(), "q_idx must be None with scores compressed, got a tensor"),
+        ({"k_idx": inputs.tensors["k_idx"][:39]}, config, r"k_idx must have tokens \(40,\), got"),
+        ({"q_idx": inputs.tensors["q"]}, config, r"q_idx must have shape \[tokens, 2, 32\]"),
+    ):
+        given: Any = inputs.tensors | changes
+        with pytest.raises(ValueError, match=message):
+            native_sparse_attention(**given, phi=None, config=other)
 
 
 def test_shift_of_the_queries_alone_changes_much():

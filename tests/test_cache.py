@@ -46,7 +46,9 @@ def new_cache(config: NSAConfig, batch_size: int = 1) -> LayerCache:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"phi": "mlp", "compress_hidden_size": 3}, {"scores": "token_max"}], ids=str
+    "changes",
+    [{"phi": "mlp", "compress_hidden_size": 3}, {"scores": "token_max"}, {"scores": "index"}],
+    ids=str,
 )
 def test_prefill_and_decode_at_every_length(changes):
     """Prefill of t tokens gives the first t rows, the next step row t; t is short or at edges."""
@@ -83,6 +85,8 @@ CONFIGS: list[dict[str, Any]] = [
     {"scores": "token_max", "branches": ("slc",), "share_kv": True},
     {"scores": "token_max", "branches": ("slc", "win")},
     {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
+    {"scores": "index", "index_dim": 32, "index_keys": "shared", "index_heads": 3},
+    {"scores": "index", "score_precision": "fp8", "branches": ("slc",), "share_kv": True},
     {"num_heads": 3, "num_kv_heads": 1},
     {"rope_theta": 10_000.0, "rotary_dim": 8},
 ]
@@ -149,6 +153,8 @@ def test_nan_reaches_no_other_sequence():
         ("compressed", ("slc",), {"k_slc", "v_slc", "k_raw", "k_cmp"}),
         ("compressed", ("slc", "win"), {"k_slc", "v_slc", "k_raw", "k_cmp", "k_win", "v_win"}),
         ("token_max", ("slc",), {"k_slc", "v_slc"}),
+        ("index", ("slc",), {"k_slc", "v_slc", "k_idx"}),
+        ("index", ("win",), {"k_win", "v_win"}),
     ],
 )
 def test_branch_that_is_off_keeps_nothing(scores, branches, parts):
@@ -157,7 +163,7 @@ def test_branch_that_is_off_keeps_nothing(scores, branches, parts):
     cache = new_cache(config)
     layer(config)(tokens(100), cache=cache)
     assert cache.tensors is not None
-    held = zip(cache.tensors._fields[:8], cache.tensors, strict=False)
+    held = zip(cache.tensors._fields[:9], cache.tensors, strict=False)
     assert {name for name, x in held if x is not None} == parts
 
 
@@ -170,7 +176,7 @@ def test_memory_is_reserved_once():
     before = [x.data_ptr() for x in cache.tensors if x is not None]
     pages = -(-MOST // config.block_size)
     rows = (pages * 16, pages * 16, 40, 40, 16, 16, pages * 4, pages * 4)
-    held = [x for x in cache.tensors[:8] if x is not None]
+    held = [x for x in cache.tensors[:9] if x is not None]
     assert tuple(x.shape[0] for x in held) == tuple(2 * n for n in rows)
     for count in (1, 80, 3):
         module(tokens(2 * count).view(2, count, WIDTH), cache=cache)

@@ -49,6 +49,10 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
             "gate_temperature": (2.0,),  # of a sigmoid
             "rope_theta": (1.0, math.inf, math.nan),
             "rotary_dim": (7, 0, 66),
+            "index_heads": (0, 65),
+            "index_dim": (0, 40),
+            "index_keys": ("head",),
+            "index_rotary_dim": (7, 0, 66),
         }.items()
         for value in values
     ),
@@ -59,6 +63,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("compress_stride", 32, {"compress_block_size": 32, "block_size": 16}),
     ("num_selected_blocks", 8, {"num_init_blocks": 4, "num_local_blocks": 5}),
     ("coarse_block_size", 128, {"scores": "token_max", "num_coarse_blocks": 9}),
+    ("coarse_block_size", 128, {"scores": "index", "num_coarse_blocks": 9}),
     ("score_precision", "fp8", {"scores": "random"}),
     ("scores", "mean", {}),
     ("gate_temperature", 0.0, {"gate": "softmax"}),
@@ -88,6 +93,10 @@ OTHERS: dict[str, Any] = {
     "num_local_blocks": 3,
     "num_selected_blocks_table": ((-1, 40, 5), (0, 99, 6)),
     "scores": "token_max",
+    "index_heads": 3,
+    "index_dim": 32,
+    "index_keys": "shared",
+    "index_rotary_dim": 16,
     "coarse_block_size": 128,
     "num_coarse_blocks": 5,
     "score_precision": "fp8",
@@ -217,3 +226,22 @@ def test_derived_sizes(branches, scores):
     assert config.group_size == 3
     assert config.num_branches == len(branches)
     assert config.compresses_keys is scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [
+        ({}, (4, 4, 64, 64)),
+        ({"index_heads": 3, "index_dim": 32}, (12, 4, 32, 32)),
+        ({"index_heads": 3, "index_keys": "shared", "rotary_dim": 24}, (3, 1, 64, 24)),
+        ({"index_dim": 128, "index_rotary_dim": 16}, (4, 4, 128, 16)),
+    ],
+)
+def test_heads_of_an_index(changes, heads):
+    config = NSAConfig(num_heads=12, num_kv_heads=4, scores="index", **changes)
+    found = config.scoring
+    sizes = (found.num_heads, found.num_kv_heads, found.head_dim, found.rotary_dim)
+    assert (sizes, found.scores) == (heads, "token_max")
+    assert (config.has_index, config.scores_tokens, config.compresses_keys) == (True, True, True)
+    alone = dataclasses.replace(config, branches=("win",))
+    assert (alone.has_index, alone.scores_tokens) == (False, False)

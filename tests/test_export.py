@@ -40,6 +40,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
         "branches": ("cmp", "slc"),
         "gate": "fixed",
     },
+    "shared index": {"scores": "index", "index_dim": 32, "index_keys": "shared"},
 }
 
 

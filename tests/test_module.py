@@ -24,7 +24,7 @@ WIDTH = 48
 SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
 # Branches, and the scores of their blocks.
 SCORED = [(branches, "compressed") for branches in SUBSETS]
-SCORED += [(branches, "token_max") for branches in SUBSETS if "slc" in branches]
+SCORED += [(b, s) for b in SUBSETS if "slc" in b for s in ("token_max", "index")]
 PHIS = ("mean", "linear", "mlp")
 
 
@@ -95,6 +95,9 @@ CONFIGS: list[dict[str, Any]] = [
     {"scores": "token_max", "score_precision": "fp8", "share_kv": True},
     {"scores": "token_max", "branches": ("slc", "win"), "compress_rope": "none"},
     {"scores": "token_max", "branches": ("slc",), "share_kv": True},
+    {"scores": "index", "index_dim": 48, "index_heads": 3, "qk_norm": True},
+    {"scores": "index", "index_dim": 32, "index_rotary_dim": 8, "index_keys": "shared"},
+    {"scores": "index", "index_dim": 16, "rotary_dim": 8, "score_precision": "fp8"},
     {"qk_norm": True, "share_kv": True, "rotary_dim": 8, "gate_hidden_size": 11},
 ]
 
@@ -113,6 +116,7 @@ def test_other_configs(changes):
             {"scores": "token_max", "branches": branches, "share_kv": share_kv}
             for branches, share_kv in ((BRANCHES, False), (("slc", "win"), True))
         ),
+        {"scores": "index"},
     ],
     ids=str,
 )
@@ -182,13 +186,15 @@ def test_parameters_of_the_default_form():
 def test_branch_that_is_off_has_no_parameters(branches, scores):
     found = shapes(small(branches=branches, scores=scores, phi="mlp"))
     shared = shapes(small(branches=branches, scores=scores, share_kv=True))
-    assert {name for name in shared if "proj" in name} == {f"{n}_proj.weight" for n in "qkvo"}
+    index = {"q_idx", "k_idx"} if scores == "index" else set()
+    names = {*"qkvo"} | index
+    assert {name for name in shared if "proj" in name} == {f"{n}_proj.weight" for n in names}
     projections = {
         name.removesuffix("_proj.weight") for name in found if name.endswith("_proj.weight")
     } - {"q", "o"}
     wanted = {f"{kind}_{branch}" for kind in "kv" for branch in branches}
     scoring = "slc" in branches and "cmp" not in branches and scores == "compressed"
-    assert projections == wanted | ({"k_cmp"} if scoring else set())
+    assert projections == wanted | index | ({"k_cmp"} if scoring else set())
     assert {name.split(".")[0] for name in found if name.startswith("phi")} == (
         {"phi_k", "phi_v"} if "cmp" in branches else {"phi_k"} if scoring else set()
     )
@@ -234,7 +240,10 @@ def test_gates_that_start_open_or_closed(bias, middle, hidden):
 @pytest.mark.parametrize("share_kv", [False, True])
 @pytest.mark.parametrize(("branches", "scores"), SCORED)
 def test_every_parameter_learns(branches, scores, share_kv, phi):
-    """All parameters get a gradient, except frozen ones that only the selection depends on."""
+    """All parameters get a gradient, except those that only the selection depends on.
+
+    Of these the compressed ones are frozen, and those of an index get a gradient of zero.
+    """
     options = {"share_kv": share_kv, "phi": phi, "gate_hidden_size": 3}
     module = layer(small(branches=branches, scores=scores, **options))
     module(tokens(140)).square().sum().backward()
@@ -244,7 +253,7 @@ def test_every_parameter_learns(branches, scores, share_kv, phi):
         assert parameter.requires_grad != frozen, name
         if not frozen:
             assert bool(grad(parameter).isfinite().all()), name
-            assert bool(grad(parameter).any()), name
+            assert bool(grad(parameter).any()) != ("idx" in name), name
 
 
 @pytest.mark.parametrize("phi", PHIS)

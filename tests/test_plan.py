@@ -195,6 +195,11 @@ SENT, GATHERED, LOGITS = "gradients that are sent", "gathered weights", "logits 
             # a branch less, and nothing of the compression
             {ATTENTION: 12 * TOKENS * (4 * 1536 + 2 * 512 + 144 + 2 * 48 + 2 * 128)},
         ),
+        (
+            "model.nsa.scores=index model.nsa.index_dim=32 model.nsa.index_heads=3",
+            # 6 index queries and 2 keys
+            {ATTENTION: 12 * TOKENS * (5 * 1536 + 2 * 512 + 144 + 3 * 48 + 2 * 128 + 8 * 64)},
+        ),
         ("accumulation=2 global_batch=64", {GRADIENTS: 4 * PARAMETERS}),
         ("cuda_graphs=true", {GRADIENTS: 4 * PARAMETERS}),
         ("world_size=2 global_batch=64", {SENT: 4 * PARAMETERS}),

@@ -194,7 +194,8 @@ class Case:
 def _attention(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     call: Callable[..., Tensor] = native_sparse_attention
     inputs = (x[name] for name in WHOLE_INPUTS)
-    return call(*inputs, None, config, rope=Rope.from_config(config), backend=backend)
+    index = {name: x[name] for name in ("q_idx", "k_idx") if name in x}
+    return call(*inputs, None, config, **index, rope=Rope.from_config(config), backend=backend)
 
 
 def _compress(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
@@ -210,13 +211,15 @@ def _compressed(x: Tensors, config: NSAConfig, backend: str) -> Any:
     return compressed_attention(x["q"], x["k_cmp"], x["v_cmp"], config, backend=backend)
 
 
-def scoring_keys(config: NSAConfig) -> str:
-    """Name of the keys that the selection scores."""
-    return "k_cmp" if config.scores == "compressed" else "k_slc"
+def scored(x: Tensors, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Queries and keys that score blocks."""
+    if config.has_index:
+        return x["q_idx"], x["k_idx"]
+    return x["q"], x["k_cmp" if config.scores == "compressed" else "k_slc"]
 
 
 def _select(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
-    return select_blocks(x["q"], x[scoring_keys(config)], x.get("lse"), config, backend=backend)
+    return select_blocks(*scored(x, config), x.get("lse"), config, backend=backend)
 
 
 def _selected(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
@@ -283,6 +286,10 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
         is_recorded = point.choice == "recorded"
         select = recorded_selection if is_recorded else random_selection
         tensors["block_indices"] = select(point)
+    if config.has_index and case.name in ("attention", "attention.choice"):
+        heads, tokens = config.scoring, (point.batch, point.seq_len)
+        for seed, name, number in ((8, "q_idx", heads.num_heads), (9, "k_idx", heads.num_kv_heads)):
+            tensors[name] = normal((*tokens, number, heads.head_dim), point, seed)
     by_keys = case.name == "attention.choice" and config.scores == "compressed"
     if case.name == "attention.compressed" or by_keys:
         with torch.no_grad():
@@ -336,9 +343,9 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
 
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
     ``6 D + 4 Dv`` more backward. Whole attention is the sum of its branches; selection counts
-    one product with every visible compressed key. With ``token_max`` it is one with every visible
-    token, which whole attention counts, too. Bytes are each input and output once; a backward pass
-    adds their gradients, and the inputs again if it needs them.
+    one product with every visible compressed key. With ``token_max`` and ``index`` it is one with
+    every visible token, which whole attention counts, too. Bytes are each input and output once; a
+    backward pass adds their gradients, and the inputs again if it needs them.
     """
     if problem.case.name in ("attention.compress", "attention.combine"):
         return {"bytes": _moved_bytes(problem, mode)}
@@ -347,19 +354,19 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     operations = 2 * size + 2 * value_size
     if mode == "fwd_bwd":
         operations += 6 * size + 4 * value_size
-    seq_len, by_token = problem.point.seq_len, config.scores == "token_max"
+    seq_len, heads = problem.point.seq_len, config.scoring
     counted: tuple[str, ...] = (name,)
-    more = 0
+    scores = 0
+    if heads.scores == "token_max" and name in ("attention", "attention.choice") and not dense:
+        scores = 2 * heads.head_dim * heads.num_heads * pairs("dense", seq_len, config)
     if name == "attention.choice":
-        counted, operations = ("dense" if by_token else "attention.compressed",), 2 * size
+        counted, operations = () if scores else ("attention.compressed",), 2 * size
     if name == "attention":
         counted = tuple(case for case, branch in BRANCHES.items() if branch in config.branches)
-        more = 2 * size * pairs("dense", seq_len, config) if by_token else 0
     if dense:
-        counted, more = ("dense",), 0
+        counted = ("dense",)
     number = sum(pairs(each, seq_len, config) for each in counted)
-    flops = (number * operations + more) * problem.point.batch * config.num_heads
-    return {"flops": flops}
+    return {"flops": (number * operations * config.num_heads + scores) * problem.point.batch}
 
 
 def _moved_bytes(problem: Problem, mode: str) -> int:

@@ -134,7 +134,8 @@ def attention_step(provider: str, point: Point) -> Subject:
         call, exact, read = _cached(point, config, is_reference)
     else:
         call, exact, kernels = _static(point, config, provider)
-        read = (point.tokens * config.num_kv_heads,) * 2
+        sizes = config.head_dim + config.value_dim
+        read = point.tokens * config.num_kv_heads * sizes
 
     @torch.no_grad()
     def compare() -> dict[str, float]:
@@ -147,9 +148,7 @@ def attention_step(provider: str, point: Point) -> Subject:
 
     work = {"tokens": point.batch}
     if not is_reference:
-        keys, values = read
-        elements = keys * config.head_dim + values * config.value_dim
-        work["read"] = elements * point.dtype.itemsize
+        work["read"] = read * point.dtype.itemsize
     return Subject(
         torch.no_grad()(call),
         lambda: judge(compare),
@@ -160,19 +159,19 @@ def attention_step(provider: str, point: Point) -> Subject:
 
 
 Exact = Callable[[int, torch.dtype], Tensor]  # (sequence, dtype) -> attention [1, Hq, Dv]
-Read = tuple[int, int]  # keys that a step reads, values that it reads
 
 
 def _cached(
     point: Point, config: NSAConfig, is_reference: bool
-) -> tuple[Callable[[], Tensor], Exact, Read]:
-    """Return a step over a decode cache, its reference, and what it reads."""
+) -> tuple[Callable[[], Tensor], Exact, int]:
+    """Return a step over a decode cache, its reference, and the number of elements it reads."""
     batch, length = point.batch, point.seq_len - 1
     x = make_inputs(config, [1] * batch, seed=1, dtype=point.dtype, device=point.device)
     is_sparse = config.branches != ("win",)
     sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if is_sparse else [None] * 4
     gates = x.gates if is_sparse else torch.ones_like(x.gates)
-    inputs = AttentionInputs._make((x.q, *sparse, x.k_win, x.v_win, gates, None, None))
+    given = (x.q, *sparse, x.k_win, x.v_win, gates, None, None, x.q_idx, x.k_idx)
+    inputs = AttentionInputs._make(given)
     rope, whole = Rope.from_config(config), NSACache(config, 1, batch, max_tokens=point.seq_len)
     (layer,) = whole.layers
     layer.attend(inputs, rope=rope, sequences=Sequences(None, batch, 1, 1, point.device))
@@ -184,16 +183,18 @@ def _cached(
         return reference_step(config, tensors, length, inputs, rope, sequence, dtype)
 
     if is_reference:
-        return lambda: torch.cat([exact(i, point.dtype) for i in range(batch)]), exact, (0, 0)
+        return lambda: torch.cat([exact(i, point.dtype) for i in range(batch)]), exact, 0
     from nsa.ops.decode.launch import append, attend
 
     def step(reads: Tensor | None = None) -> Tensor:
         append(new_tokens(inputs, tensors), tensors, None, rope, config, 1)
-        return attend(inputs.q, None, inputs.gates, tensors, config, 1, reads)[0]
+        return attend(inputs.q, None, x.q_idx, gates, tensors, config, 1, reads)[0]
 
     reads = torch.zeros(batch * config.num_kv_heads, 4, dtype=torch.int64, device=point.device)
     step(reads)
-    return step, exact, (int(reads.sum()), int(reads[:, :3].sum()))
+    with_values, scored = int(reads[:, :3].sum()), int(reads[:, 3].sum())
+    sizes = config.head_dim + config.value_dim
+    return step, exact, with_values * sizes + scored * config.scoring.head_dim
 
 
 def _static(

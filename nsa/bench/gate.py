@@ -15,7 +15,7 @@ from nsa.bench.cases import (
     Problem,
     Tensors,
     prepare,
-    scoring_keys,
+    scored,
     selected_counts,
 )
 from nsa.bench.clock import Fields, judge
@@ -200,7 +200,7 @@ class Gate:
 
     def _selection(self, packed: Tensors, config: NSAConfig) -> SampledSelection:
         sample = Sample(self.selections, self.keys, self._offsets, self._offsets)
-        return sampled_selection(packed["q"], packed[scoring_keys(config)], sample, config)
+        return sampled_selection(*scored(packed, config), sample, config)
 
 
 def approximates(config: NSAConfig) -> bool:

@@ -397,7 +397,7 @@ class LayerCache:
         """Copy pages, ``(from, to)`` each."""
         if copies and self.tensors is not None:
             sources, targets = zip(*copies, strict=True)
-            for pool in self._of_kind("slc", "cmp"):
+            for pool in self._of_kind("slc", "cmp", "idx"):
                 pages = pool.unflatten(0, (self._cache.num_pages, -1))
                 pages[list(targets)] = pages[list(sources)]
 
@@ -417,7 +417,7 @@ class LayerCache:
         if self.tensors is None:
             return []
         names = [f"{x}_{kind}" for kind in kinds for x in "kv"]
-        found = [getattr(self.tensors, name) for name in names]
+        found = [getattr(self.tensors, name, None) for name in names]  # no values of an index
         return [x for x in found if x is not None]
 
     def _tensors(self, inputs: AttentionInputs) -> CacheTensors:
@@ -451,6 +451,9 @@ class LayerCache:
                 shape = (number, config.num_kv_heads, size)
                 is_on = number > 0 and (x == "k" or has_values)
                 stored[f"{x}_{kind}"] = k.new_zeros(shape) if is_on else None
+        index = config.scoring
+        shape = (tokens, index.num_kv_heads, index.head_dim)
+        stored["k_idx"] = k.new_zeros(shape) if config.has_index else None
         # counters for the last-block reduction over programs that share a query
         most = cache.batch_size * config.num_heads * MOST_QUERIES
         counters = k.new_zeros(2, most, dtype=torch.int32)
@@ -465,7 +468,8 @@ class LayerCache:
 
         config = self.config
         append(new_tokens(inputs, tensors), tensors, inputs.phi, rope, config, queries)
-        q_cmp = None if inputs.q_cmp is None else inputs.q_cmp.contiguous()
-        q, gates = inputs.q.contiguous(), inputs.gates.contiguous()
-        out, self.block_indices = attend(q, q_cmp, gates, tensors, config, queries, self.reads)
+        others = (inputs.q_cmp, inputs.q_idx)
+        q_cmp, q_idx = (None if x is None else x.contiguous() for x in others)
+        heads = (inputs.q.contiguous(), q_cmp, q_idx, inputs.gates.contiguous())
+        out, self.block_indices = attend(*heads, tensors, config, queries, self.reads)
         return out

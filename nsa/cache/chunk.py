@@ -47,7 +47,7 @@ class Step:
 def new_tokens(inputs: AttentionInputs, tensors: CacheTensors) -> NewTokens:
     """Inputs that the cache stores; None for a disabled branch."""
     x, kept = inputs, tensors[: len(NewTokens._fields)]
-    given = (x.k_slc, x.v_slc, x.k_win, x.v_win, x.k_cmp_raw, x.v_cmp_raw)
+    given = (x.k_slc, x.v_slc, x.k_win, x.v_win, x.k_cmp_raw, x.v_cmp_raw, x.k_idx)
     pairs = zip(given, kept, strict=True)
     return NewTokens(*(None if held is None else new for new, held in pairs))
 
@@ -97,12 +97,12 @@ class Chunk:
         if config.compresses_keys:
             k_cmp, v_cmp = self._compress(new, inputs, rope)
         call = window = self._call(places.after)
-        if tensors.k_slc is not None:
-            k, v = (
-                self._with_past(pool, x, lambda: places.new, places.all_tokens)
-                for pool, x in ((tensors.k_slc, new.k_slc), (tensors.v_slc, new.v_slc))
-            )
-            inputs = inputs._replace(k_slc=k, v_slc=v)
+        of_tokens = dict[str, Any]()
+        for name in ("k_slc", "v_slc", "k_idx"):
+            if (pool := getattr(tensors, name)) is not None:
+                rest = (lambda: places.new, places.all_tokens)
+                of_tokens[name] = self._with_past(pool, getattr(new, name), *rest)
+        inputs = inputs._replace(**of_tokens)
         if tensors.k_win is not None:
             kept = [min(n, config.window_size - 1) for n in places.before]
             inputs = inputs._replace(
@@ -129,7 +129,7 @@ class Chunk:
         """Write the last new tokens to the rings, over older ones."""
         assert self._new is not None
         for name in NewTokens._fields:
-            if not name.endswith("slc") and getattr(self.tensors, name) is not None:
+            if name.endswith(("win", "raw")) and getattr(self.tensors, name) is not None:
                 self._write_ring(getattr(self.tensors, name), getattr(self._new, name))
 
     def _call(self, lengths: Sequence[int]) -> Call:

@@ -40,7 +40,7 @@ def evaluate(
     passage: int = 0,
     style: Literal["ruler", "recall"] = "ruler",
     recall: bool = False,
-    scores: Literal["compressed", "token_max", "random"] | None = None,
+    scores: Literal["compressed", "token_max", "index", "random"] | None = None,
 ) -> int:
     """Measure a trained model on text.
 

@@ -78,7 +78,7 @@ class DenseAttention(ProjectedAttention):
             gates = torch.ones(tokens, self.config.num_heads, 3, device=x.device)
             if tokens <= _FEW:
                 self._gates[tokens] = gates
-        return AttentionInputs._make((q, None, None, None, None, k, v, gates, None, None))
+        return AttentionInputs(q, None, None, None, None, k, v, gates, None)
 
     def attend_cached(
         self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache

@@ -45,9 +45,9 @@ def flops_per_token(config: LMConfig, seq_len: int, *, backward: bool = True) ->
 
     A multiply-add counts as two. Matrix products with parameters need 2 operations per parameter
     forward and 4 backward; attention needs 2 * (D + Dv) per head and visible key forward and twice
-    that backward. Scores of tokens (``token_max``) need 2 * D per head and token up to the query's
-    own, forward alone. Norms, rotation, compression, other scores, the optimizer and recomputation
-    are not counted.
+    that backward. Scores of tokens (``token_max``, ``index``) need 2 * D per scoring head and token
+    up to the query's own, forward alone. Norms, rotation, compression, other scores, the optimizer
+    and recomputation are not counted.
 
     Args:
         config: the model.
@@ -63,5 +63,7 @@ def flops_per_token(config: LMConfig, seq_len: int, *, backward: bool = True) ->
         a_key = 2 * (pattern.head_dim + pattern.value_dim)
         attention += number * a_key * keys_per_query(kind, seq_len)
         if kind.attention == "nsa" and pattern.scores_tokens:
-            scores += number * 2 * pattern.head_dim * _triangle(seq_len) / seq_len
+            heads = pattern.scoring
+            each = 2 * heads.head_dim * heads.num_heads * len(layers)
+            scores += each * _triangle(seq_len) / seq_len
     return (3.0 if backward else 1.0) * (2 * in_products + attention) + scores

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.config import NSAConfig
 from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
@@ -43,6 +42,9 @@ class BranchInputs(NamedTuple):
         k_win: rotated keys of the window ``[S, Hkv, D]``.
         v_win: values of the window ``[S, Hkv, Dv]``.
         gates: ``[T, Hq, 3]``.
+        q_idx: rotated index queries, see :func:`nsa.native_sparse_attention`; None without an
+            index.
+        k_idx: rotated index keys.
     """
 
     q: Tensor
@@ -54,19 +56,24 @@ class BranchInputs(NamedTuple):
     k_win: Tensor | None
     v_win: Tensor | None
     gates: Tensor
+    q_idx: Tensor | None = None
+    k_idx: Tensor | None = None
 
     @property
     def scoring_queries(self) -> Tensor:
         """Queries of the compressed branch and the scores of compressed keys."""
         return self.q if self.q_cmp is None else self.q_cmp
 
-    def scored(self, config: NSAConfig, lse: Tensor | None) -> SelectionInputs:
-        """Inputs of the block scores; ``lse`` is that of the compressed branch."""
-        if config.scores != "compressed":
+    def scored(self, call: Call, lse: Tensor | None) -> tuple[SelectionInputs, Call]:
+        """Inputs of the selection, and its call; ``lse`` is that of the compressed branch."""
+        if self.q_idx is not None and self.k_idx is not None:
+            call = replace(call, softmax_scale=call.config.index_dim**-0.5)
+            return SelectionInputs(self.q_idx, self.k_idx, None), call
+        if call.config.scores != "compressed":
             assert self.k_slc is not None
-            return SelectionInputs(self.q, self.k_slc, None)
+            return SelectionInputs(self.q, self.k_slc, None), call
         assert self.k_cmp is not None
-        return SelectionInputs(self.scoring_queries, self.k_cmp, lse)
+        return SelectionInputs(self.scoring_queries, self.k_cmp, lse), call
 
     @property
     def compressed(self) -> RangeInputs | None:
@@ -150,7 +157,7 @@ def _branch_results(inputs: BranchInputs, call: Call) -> AttentionResults:
     if (compressed := inputs.compressed) is not None:
         made["out_cmp"], made["lse_cmp"] = RangeResults.new(compressed.q, compressed.v)
     if inputs.k_slc is not None and inputs.v_slc is not None:
-        blocks = new_selection(inputs.q, inputs.k_slc, call.config.num_selected_blocks)
+        blocks = new_selection(inputs.q, call.config)
         results = SelectedResults.new(inputs.q, inputs.v_slc, blocks, call.algorithm)
         made["block_indices"], made["out_slc"], made["lse_slc"], *rest = blocks, *results
         made["order"], made["tile_stats"] = rest
@@ -191,8 +198,8 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
                     range_forward(compressed, KeyRange.of_blocks(call), results.compressed)
             if selected is not None:
                 with stage(SELECTION):
-                    scored = inputs.scored(call.config, results.lse_cmp)
-                    run_selection(scored, call, results.block_indices)
+                    scored = inputs.scored(call, results.lse_cmp)
+                    run_selection(*scored, results.block_indices)
                 with stage(SELECTED):
                     selected_forward(selected, call, results.selected, unique=True)
         if window is not None:
@@ -272,7 +279,7 @@ def _backward(
                 dkv_win = win.key_gradients()
     has_dq = adds or dk_slc is not None
     of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
-    return BranchInputs._make((dq if has_dq else None, dq_cmp, *of_keys, dgates))
+    return BranchInputs(dq if has_dq else None, dq_cmp, *of_keys, dgates)  # type: ignore[arg-type]
 
 
 attention_op = register_attention(
@@ -292,7 +299,7 @@ def attention_by_branch(
         given = (inputs.scoring_queries, inputs.k_cmp, inputs.v_cmp)
         out_cmp, lse = run_compressed_attention(*given, call, backend)
     if inputs.k_slc is not None:
-        block_indices = run_select_blocks(inputs.scored(call.config, lse), call, backend)
+        block_indices = run_select_blocks(*inputs.scored(call, lse), backend)
         if (selected := inputs.selected(block_indices)) is not None:
             out_slc, _ = run_selected_attention(selected, call, backend)
     if (window := inputs.window) is not None:
@@ -304,6 +311,11 @@ def attention_by_branch(
 def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
     """Attention of packed, validated inputs; backend ``triton`` runs one fused operator."""
     if backend == "reference":
+        if inputs.q_idx is not None and inputs.k_idx is not None:
+            # Gradients of zero instead of None, as from the operator.
+            none = (inputs.q_idx[:0].flatten(), inputs.k_idx[:0].flatten())
+            gates = torch.cat((inputs.gates.flatten(), *none)).view_as(inputs.gates)
+            inputs = inputs._replace(gates=gates)
         return attention_by_branch(inputs, call, backend)
     results = attention_op(inputs, call)
     if inputs.k_slc is None:

@@ -14,7 +14,7 @@ from nsa.ops.decode import CacheTensors
 from nsa.rope import Rope
 
 # Fields with keys and values of a layer; the others are tables and counters.
-_STORED = CacheTensors._fields[:8]
+_STORED = CacheTensors._fields[:9]
 
 
 def fill_cache(cache: NSACache, count: int) -> None:
@@ -71,8 +71,8 @@ def reference_step(
     stored = dict[str, Tensor | None]()
     for name in _STORED:
         x: Tensor | None = getattr(tensors, name)
-        if x is not None and name.endswith(("slc", "cmp")):
-            per_page = config.block_size // (1 if "slc" in name else config.compress_stride)
+        if x is not None and name.endswith(("slc", "cmp", "idx")):
+            per_page = config.block_size // (config.compress_stride if "cmp" in name else 1)
             x = x.unflatten(0, (-1, per_page))[pages].flatten(0, 1)
         elif x is not None:
             x = x.unflatten(0, (batch, -1))[sequence]

@@ -25,12 +25,14 @@ class PackedInputs:
     gates: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
+    q_idx: Tensor | None = None
+    k_idx: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> PackedInputs:
         """Copy of the inputs rounded to ``dtype``; offsets stay int32."""
-        converted = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
         return PackedInputs(
-            **{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in converted.items()}
+            **{n: t.to(dtype) if t.dtype.is_floating_point else t for n, t in given.items()}
         )
 
 
@@ -79,4 +81,9 @@ def make_inputs(
         .requires_grad_(requires_grad)
     )
     offsets = packed_offsets(lengths_q, device), packed_offsets(lengths_k, device)
-    return PackedInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets)
+    index: tuple[Tensor, ...] = ()
+    if config.has_index:
+        sizes = config.scoring
+        queries = normal(num_q, sizes.num_heads, sizes.head_dim)
+        index = queries, normal(num_k, sizes.num_kv_heads, sizes.head_dim)
+    return PackedInputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *offsets, *index)

@@ -480,19 +480,19 @@ def sampled_selection(
 
     Args:
         q: packed ``[T, Hq, D]``, as stored: two implementations must see the same values.
-        k: packed compressed keys ``[C, Hkv, D]``; with other scores those of the selected branch,
-            ``[S, Hkv, D]``.
+        k: packed compressed keys ``[C, Hkv, D]``; with other scores those of the selected branch or
+            of the index, ``[S, Hkv, D]``.
         sample: the queries.
         config: the sparse pattern, including options of the selection.
         scale: factor on the scores; None means ``D ** -0.5``.
     """
-    scale = config.head_dim**-0.5 if scale is None else scale
+    scale = config.scoring.head_dim**-0.5 if scale is None else scale
     by_token = config.scores != "compressed"
     positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
     first = sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)
     num_keys = positions + 1 if by_token else num_compressed(positions + 1, config)
     starts = first.tolist()
-    shape = (len(positions), k.shape[1])
+    shape = (len(positions), config.num_kv_heads)
     num_blocks = int(positions.amax()) // config.block_size + 1 if len(positions) else 1
     indices = positions.new_zeros(*shape, config.num_selected_blocks, dtype=torch.int32)
     must, may = (positions.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
@@ -515,14 +515,14 @@ def _select(
     products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, keys]
     lse = products.logsumexp(-1).view(1, -1)  # [1, Hq]
     bound, least = products.new_tensor(BOUND), 0.0
-    if config.scores == "token_max":
+    if config.scoring.scores == "token_max":
         inputs, call = SelectionInputs(q, keys, None), Call(config, sequences, scale)
         scores = token_max_scores(inputs, call)
         forced = (config.num_init_blocks + config.num_local_blocks) * config.block_size
         # An upper bound on |m| and |L|. Smaller scores than fp32 has are equal, too.
         largest = products.abs().amax((2, 3))[..., None] + math.log(forced)  # [1, Hkv, 1]
         bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
-        least = config.group_size * torch.finfo(torch.float32).tiny
+        least = config.scoring.group_size * torch.finfo(torch.float32).tiny
     elif config.scores == "random":
         scores = random_scores(position[None], keys.shape[1], -(-length // config.block_size))
     else:

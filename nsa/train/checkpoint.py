@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -251,7 +251,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     return {"tokenizer": None, **meta}  # the text of tokenizer.json, added after format 2
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(
+    path: Path, tensors: Mapping[str, Tensor], optional: Iterable[str] = ()
+) -> list[str]:
     """Read tensors of a checkpoint into existing tensors on any device.
 
     Args:
@@ -259,6 +261,10 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         tensors: destinations by name; each process reads its rows of a sharded tensor. The part
             before the first dot of a name is its group; of each group, the checkpoint must contain
             exactly these names.
+        optional: names that the checkpoint may lack.
+
+    Returns:
+        The optional names that it lacks, whose tensors are unchanged.
 
     Raises:
         ValueError: the checkpoint is damaged (the message names the file), or contains other
@@ -274,9 +280,12 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file = files.enter_context(safe_open(path / name, framework="pt"))
             for key in file.keys():  # noqa: SIM118 (a file, not a dictionary)
                 stored.setdefault(key, []).append(file.get_slice(key))
-        _check_same(path, stored, tensors)
-        for key, tensor in tensors.items():
+        absent = [name for name in optional if name not in stored]
+        wanted = {name: x for name, x in tensors.items() if name not in absent}
+        _check_same(path, stored, wanted)
+        for key, tensor in wanted.items():
             read_into(tensor, stored[key])
+    return absent
 
 
 def _check_same(path: Path, stored: Mapping[str, list[Any]], tensors: Mapping[str, Tensor]) -> None:

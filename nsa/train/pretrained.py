@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import load_tensors, read_into
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
+
+logger = logging.getLogger(__name__)
 
 CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,6 +40,8 @@ def initial_tokenizer(path: Path) -> Path | None:
 def load_initial(path: Path, model: LanguageModel) -> None:
     """Read the weights of a checkpoint, or of an exported folder in either layout.
 
+    Projections of an index that it lacks keep their initial values, which is logged.
+
     Args:
         path: the checkpoint or the folder.
         model: model of the new run, sharded or whole.
@@ -45,8 +50,9 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         ValueError: the checkpoint or folder is damaged, contains another model, or weights that are
             not finite. Nothing has been loaded then.
     """
+    index = [name for name in weights(model) if "_idx_proj." in name]
     if not is_exported(path):
-        load_tensors(path, weights(model))
+        _log_absent(path, load_tensors(path, weights(model), index))
         return
     found = _json(path / CONFIG)
     kind = found.get("model_type")
@@ -67,6 +73,8 @@ def load_initial(path: Path, model: LanguageModel) -> None:
             except (SafetensorError, OSError) as error:
                 fail(_WHERE, "hold tensors in the format of safetensors", f"{name} ({error})")
             stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        absent = [name for name in index if name not in stored]
+        wanted = {name: x for name, x in wanted.items() if name not in absent}
         for name, tensor in wanted.items():
             shape = tuple(stored[name].get_shape()) if name in stored else None
             rule = f"hold {name} as {tuple(tensor.shape)}"
@@ -81,6 +89,13 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         check(not extra, _WHERE, f"hold no {', '.join(extra[:1])}", "one")
         for name, tensor in wanted.items():
             read_into(tensor, [stored[name]])
+    _log_absent(path, absent)
+
+
+def _log_absent(path: Path, names: list[str]) -> None:
+    if names:
+        count = f"{len(names)} projections of an index"
+        logger.info("%s are not in %s and keep their initial values", count, path)
 
 
 def _indexed(path: Path) -> list[str]:

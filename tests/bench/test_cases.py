@@ -133,6 +133,10 @@ def test_pairs_are_those_that_the_reference_sees(seq_len):
         found, plain = (useful_work(x, mode)["flops"] for x in (whole_by_token, whole))
         assert found - plain == tokens
     assert useful_work(whole_by_token, "fwd", dense=True) == {"flops": dense}
+    # An index has heads of its own.
+    shared = replace(config, scores="index", index_heads=3, index_dim=32, index_keys="shared")
+    by_index = replace(selection_alone, point=replace(at, config=shared))
+    assert useful_work(by_index, "fwd") == {"flops": tokens // (4 * 16) * 3 * 32}
 
 
 COMPRESS = {"k_cmp_raw": 10, "v_cmp_raw": 10, "dk_cmp": 3, "dv_cmp": 3}

@@ -20,6 +20,7 @@ SMALL = NSAConfig(4, 2, 16, 32, 8, 4, 16, num_selected_blocks=4, window_size=32)
 
 
 BY_TOKEN = replace(SMALL, scores="token_max")
+INDEX = replace(SMALL, scores="index", index_dim=32, index_keys="shared")
 UNCOMPRESSED = replace(BY_TOKEN, branches=("slc", "win"))
 
 
@@ -174,14 +175,14 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("config", [SMALL, BY_TOKEN], ids=["compressed", "token_max"])
+@pytest.mark.parametrize("config", [SMALL, BY_TOKEN, INDEX], ids=lambda config: config.scores)
 @pytest.mark.parametrize(("change", "why"), WRONG)
 def test_a_wrong_selection_is_rejected(change, why, config):
     assert why in altered("attention.choice", "out", change, config)
 
 
 def test_scores_of_another_kind_are_rejected():
-    for config, other in ((SMALL, BY_TOKEN), (BY_TOKEN, SMALL)):
+    for config, other in ((SMALL, BY_TOKEN), (BY_TOKEN, INDEX), (INDEX, SMALL)):
         gate, _ = measured("attention.choice", config=config)
         verdict = gate.check(measured("attention.choice", config=other)[1], backend="reference")
         assert "differ from fp64" in verdict["note"]

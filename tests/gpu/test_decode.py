@@ -43,6 +43,7 @@ def case_of(
 
 PLAIN, WIDE, PAPER = sized(6, 64), sized(16, 128), sized(16, 192, 128)
 TOKENS: dict[str, Any] = {"scores": "token_max", "branches": ("slc", "win")}
+INDEX: dict[str, Any] = {**TOKENS, "scores": "index", "index_dim": 32}
 TABLE = {"num_selected_blocks_table": ((-1, 1000, 8),), "num_local_blocks": 3}
 CASES: dict[str, Case] = {
     "bf16 G6 D64": case_of(PLAIN, BF16, LONG, 1),
@@ -63,6 +64,10 @@ CASES: dict[str, Case] = {
     "bf16 G16 D128 tokens, 8 queries": case_of(WIDE, BF16, LONG, 8, **{**TABLE, **TOKENS}),
     "bf16 G16 D192/128 tokens, cmp": case_of(PAPER, BF16, SHORT, 2, scores="token_max"),
     "fp32 G6 D64 tokens": case_of(PLAIN, FP32, SHORT, 3, block_size=128, **TOKENS),
+    "bf16 G6 D64 index": case_of(PLAIN, BF16, LONG, 1, **INDEX),
+    "bf16 G16 D128 shared index, 8 queries": case_of(
+        WIDE, BF16, LONG, 8, **{**TABLE, **INDEX}, index_heads=20, index_keys="shared"
+    ),
     "fp32 G6 D192/128": case_of(sized(6, 192, 128), FP32, SHORT, 2),
 }
 

@@ -100,6 +100,7 @@ def test_gathering_in_segments():
         properties.test_same_bits_on_every_run("gathered", "bf16", SETTING)
 
 
+SHARED_INDEX = {"scores": "index", "index_dim": 32, "index_heads": 4, "index_keys": "shared"}
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
 
 
@@ -112,6 +113,8 @@ SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
         {"scores": "token_max"},
         {"scores": "token_max", "branches": ("slc", "win"), "num_init_blocks": 0},
         {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
+        {"scores": "index", "branches": ("slc", "win")},
+        SHARED_INDEX,
     ],
     ids=str,
 )
@@ -137,6 +140,8 @@ def test_algorithms_of_the_whole(algorithm):
             {"scores": "token_max", "score_precision": "fp8", "block_size": size}
             for size in (32, 64, 128)
         ),
+        {"scores": "index", "index_dim": 32},
+        *({**SHARED_INDEX, "score_precision": precision} for precision in ("exact", "fp8")),
     ],
     ids=str,
 )

@@ -296,6 +296,18 @@ def test_llamas_of_other_settings(change, match):
         check_llama("a", {**found, **change}, config)
 
 
+def test_an_index_that_a_folder_lacks_is_new(tmp_path, caplog):
+    source = tiny_model(scores="token_max").float()
+    source.save_pretrained(tmp_path)
+    target = LanguageModel(tiny_model(scores="index").lm.config)
+    before = {key: x.clone() for key, x in target.state_dict().items()}
+    with caplog.at_level("INFO", logger="nsa"):
+        load_initial(tmp_path, target)
+    assert f"{2 * len(target.layers)} projections of an index are not in" in caplog.text
+    for key, wanted in {**before, **source.lm.state_dict()}.items():
+        assert torch.equal(target.state_dict()[key], wanted), key
+
+
 def test_folders_that_do_not_fit(tmp_path):
     """Nothing is loaded then."""
     model = tiny_model()

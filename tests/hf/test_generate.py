@@ -90,9 +90,10 @@ def test_beam_search():
 
 
 BY_TOKEN = {"scores": "token_max", "branches": ("slc", "win")}
+SHARED = {"scores": "index", "index_dim": 32, "index_keys": "shared"}
 
 
-@pytest.mark.parametrize("changes", [{}, TABLES[0], BY_TOKEN], ids=str)
+@pytest.mark.parametrize("changes", [{}, TABLES[0], BY_TOKEN, SHARED], ids=str)
 def test_a_cache_goes_on(changes):
     """What it holds is not computed again; steps of several tokens; it starts anew."""
     model, x = model_of(**changes), tokens(2, 100)

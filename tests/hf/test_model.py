@@ -33,6 +33,7 @@ KINDS: list[dict[str, Any]] = [
     {"phi": "mlp", "mlp": "swiglu"},
     {"attention": "dense", "tie_head": True},
     {"scores": "token_max", "branches": ("slc", "win")},
+    {"scores": "index", "index_heads": 2, "branches": ("slc", "win")},
     {"branches": ("slc", "win"), "gate": "softmax", "gate_hidden_size": 4, "tie_head": True},
     MIXED,
 ]

@@ -82,7 +82,11 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
     ("name", "changes"),
     [
         *((f"attention.{name}", {}) for name in ("compressed", "choice", "window")),
-        *((name, {"scores": "token_max"}) for name in ("attention", "attention.choice")),
+        *(
+            (name, {"scores": scores})
+            for name in ("attention", "attention.choice")
+            for scores in ("token_max", "index")
+        ),
     ],
 )
 def test_kernels_pass_the_gate(name, changes, monkeypatch):
@@ -97,6 +101,18 @@ def test_kernels_pass_the_gate(name, changes, monkeypatch):
 @pytest.mark.parametrize(
     ("provider", "changes", "keys", "values"),
     [
+        # 200 index keys of twice the size for both KV heads together
+        (
+            "nsa",
+            {
+                "scores": "index",
+                "index_dim": 32,
+                "index_keys": "shared",
+                "branches": ("slc", "win"),
+            },
+            200 + 56 + 32,
+            56 + 32,
+        ),
         # of l, d = 8, 4: 49 compressed keys; the last block has 8 of its 16 tokens; the window
         ("nsa", {}, 49 + (3 * 16 + 8) + 32, 49 + (3 * 16 + 8) + 32),
         ("nsa", {"scores": "token_max", "branches": ("slc", "win")}, 200 + 56 + 32, 56 + 32),

@@ -139,6 +139,17 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (31, 143),
         (3,),
     ),
+    "index": ({"scores": "index", "index_dim": 32, "branches": ("slc", "win")}, (15, 131), (1, 4)),
+    "index of 6 heads, cmp": (
+        {**pattern(8, 4), "scores": "index", "index_dim": 48, "index_heads": 6},
+        (40, 102),
+        (1, 8),
+    ),
+    "shared index": (
+        {"num_heads": 6, "scores": "index", "index_heads": 2, "index_keys": "shared"},
+        (15, 131),
+        (1, 3),
+    ),
     "G 20": ({"num_heads": 20, "num_kv_heads": 1, "num_selected_blocks": 3}, (70,), (2,)),
 }
 
@@ -254,9 +265,10 @@ def assert_rows(module: NativeSparseAttention, out: Tensor, text: Tensor) -> Non
     torch.testing.assert_close(out, module(text)[-len(out) :], rtol=1e-4, atol=1e-5)
 
 
-def test_forks_and_truncated_sequences():
+@pytest.mark.parametrize("changes", [{"phi": "linear"}, {**forced(0, 1, 2), "scores": "index"}])
+def test_forks_and_truncated_sequences(changes):
     """Two forks of a prefix go on with tokens of their own, one goes back and takes others."""
-    module = layer(small(**ONE_KV_HEAD, phi="linear"))
+    module = layer(small(**{**ONE_KV_HEAD, **changes}))
     prefix, other, third = tokens(77), tokens(6, seed=2), tokens(6, seed=3)
     whole = NSACache(module.config, 1, 3, max_tokens=600, num_pages=10)
     (layer_cache,) = whole.layers

@@ -351,6 +351,15 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
         for init, local in ((0, 1), (2, 2), (1, 3))
     },
     "table": (Case(heads(2, num_selected_blocks_table=((-1, 80, 3),)), (140,)), {}),
+    "index": (Case(heads(3, 2, scores="index", index_dim=32), TOKENS), {}),
+    "shared index": (
+        Case(
+            heads(3, 2, scores="index", index_dim=32, index_heads=3, index_keys="shared"),
+            (200, 64, 9),
+            (20, 0, 9),
+        ),
+        {},
+    ),
     "part of a block": (
         Case(heads(2, head_dim=192, block_size=64), (450, 70), (20, 9)),
         {"keys": 4, "bytes": 4 * 1024},
@@ -370,13 +379,15 @@ BY_TOKEN: dict[str, tuple[Case, dict[str, Any]]] = {
     [
         *((name, "exact") for name in BY_TOKEN),
         *((name, "fp8") for name in ("G 12", "kept queries", "small products", "part of a block")),
+        ("shared index", "fp8"),
     ],
 )
 def test_selection_by_token(name, precision, monkeypatch):
     case, changes = BY_TOKEN[name]
     changes = {"rows": 16, "keys": 16, **changes}
     monkeypatch.setattr(selection_launch, "PRODUCT_BYTES", changes.pop("bytes", 32 * 1024))
-    config = by_token(case.config, score_precision=precision)
+    config = dataclasses.replace(case.config, score_precision=precision)
+    config = config if config.has_index else by_token(config)
     with tiles_chosen_by(lambda _, tile: tile._replace(**changes)):
         check_selection(dataclasses.replace(case, config=config))
 
@@ -447,6 +458,12 @@ def test_some_branches():
 def test_whole_by_token(branches):
     changes = {"branches": branches, "compress_rope": "none" if "cmp" in branches else "middle"}
     RUNS["whole"](Case(by_token(NARROW, **changes), (84, 9))).check()
+
+
+@pytest.mark.parametrize("keys", ["group", "shared"])
+def test_whole_by_index(keys):
+    index: dict[str, Any] = {"index_heads": 3, "index_dim": 32, "index_keys": keys}
+    RUNS["whole"](Case(heads(2, 2, scores="index", **index), (84, 9))).check()
 
 
 def test_whole_gathered():

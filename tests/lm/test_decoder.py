@@ -70,6 +70,8 @@ def whole(model: LanguageModel) -> list[Tensor]:
         {"num_selected_blocks_table": ((-1, 40, 3),)},
         {"scores": "token_max", "branches": ("slc", "win")},
         {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
+        {"scores": "index", "index_dim": 16, "index_heads": 3, "index_keys": "shared"},
+        {"scores": "token_max", "num_layers": 3, "layers": {"1": {"scores": "index"}}},
         {"scores": "random", "branches": ("slc", "win")},
         *TABLES,
         MIXED,

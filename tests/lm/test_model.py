@@ -119,6 +119,24 @@ def test_flops_of_scores_by_tokens(branches):
         assert both - flops_per_token(other, 100) == pytest.approx(scores, rel=1e-9)
 
 
+@pytest.mark.parametrize(("keys", "heads"), [("group", 6), ("shared", 3)])
+def test_flops_of_an_index(keys, heads):
+    """2 D per layer, index head and key, forward alone; its projections are parameters."""
+    pattern = dataclasses.replace(
+        PATTERN, scores="index", index_heads=3, index_dim=32, index_keys=keys
+    )
+    model = make("nsa", nsa=pattern)
+    plain = make("nsa", nsa=dataclasses.replace(PATTERN, scores="random"))
+    more = sum(p.numel() for name, p in model.named_parameters() if "_idx_proj" in name)
+    assert more == (heads + heads // 3) * 32 * SMALL.width * SMALL.num_layers
+    counts = [m.num_parameters()["attention"] for m in (model, plain)]
+    assert counts[0] - counts[1] == more
+    scores = 2 * 32 * heads * SMALL.num_layers * (100 + 1) / 2
+    for backward, factor in ((True, 3), (False, 1)):
+        found, other = (flops_per_token(m.config, 100, backward=backward) for m in (model, plain))
+        assert found - other == pytest.approx(factor * 2 * more + scores, rel=1e-9)
+
+
 # --- start ----------------------------------------------------------------------------------------
 
 

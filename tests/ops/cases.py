@@ -102,6 +102,12 @@ class Batch:
     def k(self) -> Tensor:
         return self.normal(sum(self.lengths_k), self.config.num_kv_heads, self.config.head_dim)
 
+    def index(self) -> tuple[Tensor, Tensor]:
+        """Index queries and keys."""
+        heads = self.config.scoring
+        q = self.normal(sum(self.lengths_q), heads.num_heads, heads.head_dim, scale=1.5)
+        return q, self.normal(sum(self.lengths_k), heads.num_kv_heads, heads.head_dim)
+
     def v(self) -> Tensor:
         return self.normal(sum(self.lengths_k), self.config.num_kv_heads, self.config.value_dim)
 

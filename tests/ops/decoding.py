@@ -53,14 +53,14 @@ class Decoded:
         some = [min(n, 100) for n in case.lengths_k]
         decoded.take(decoded.rows([0] * len(some), some), some)
         assert layer.tensors is not None
-        for pool in layer.tensors[:8]:
+        for pool in layer.tensors[:9]:
             if pool is not None:
                 pool.fill_(torch.nan)
         for b in range(len(some)):
             whole.free(b)
         if poisoned is not None:
             start, end = decoded.x.cu_seqlens_k.tolist()[poisoned : poisoned + 2]
-            for name in RAW:
+            for name in (*RAW, *["k_idx"] * case.config.has_index):
                 getattr(decoded.x, name)[start:end] = torch.nan
         first = [n - sum(steps) for n in decoded.before]
         for i in range(num_chunks):
@@ -102,14 +102,17 @@ class Decoded:
         to is not looked at, and takes the interpreter long.
         """
         case, config, x = self.case, self.case.config, self.x
-        gates, q_cmp = (x.gates, self.q_cmp) if q is not None else (None, None)
+        gates, q_cmp, q_idx = x.gates, self.q_cmp, x.q_idx
         if q is None:
             q = case.normal(len(rows), config.num_heads, config.head_dim, seed=8)
             gates = q.new_ones(len(rows), config.num_heads, 3)
             q_cmp = q if config.compress_rope == "none" else None
+            sizes = config.scoring.num_heads, config.scoring.head_dim
+            q_idx = case.normal(len(rows), *sizes, seed=9) if config.has_index else None
+        k_idx = None if x.k_idx is None else x.k_idx[rows]
         phi = phi_of(parameters_of(case))
         heads = (getattr(x, name)[rows] for name in RAW)
-        inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp))
+        inputs = AttentionInputs._make((q, *heads, gates, phi, q_cmp, q_idx, k_idx))
         if is_step:
             sequences = Sequences(None, len(counts), counts[0], counts[0], q.device)
         else:
@@ -152,11 +155,13 @@ class Decoded:
         out, ids, reads = found = self.step()
         phi_k, phi_v = phi_of(parameters_of(case)) or (None, None)
         phi = Phi(phi_k, phi_v, Rope.from_config(config))
-        by_token, inputs = config.scores == "token_max", named_tensors(x)
+        by_token, inputs = config.scores != "compressed", named_tensors(x)
         scored, stored = x.q, x.k_slc
+        if x.q_idx is not None and x.k_idx is not None:
+            scored, stored = x.q_idx, x.k_idx
         if self.q_cmp is not None:
             inputs["q_cmp"] = self.q_cmp
-            scored = x.q if by_token else self.q_cmp
+            scored = scored if by_token else self.q_cmp
         sample = Sample(every(x.q), every(x.q)[:0], x.cu_seqlens_q, x.cu_seqlens_k)
 
         def values(name: str, given: dict[str, Tensor], rows: Sample) -> Any:
@@ -208,6 +213,7 @@ class Decoded:
                 ]
                 num_cmp = max(before + count - size + stride, 0) // stride * config.compresses_keys
                 window = (min(before, config.window_size - 1) + count) * ("win" in config.branches)
-                scored = (before + count) * (ids is not None and config.scores == "token_max")
+                by_token = ids is not None and config.scoring.scores == "token_max"
+                scored = (before + count) * (by_token and h < config.scoring.num_kv_heads)
                 found.append([num_cmp, sum(selected), window, scored])
         return torch.tensor(found)

@@ -103,7 +103,8 @@ class Case:
     @property
     def most_near(self) -> float:
         """Share of the rows whose selection may differ from fp64 within rounding."""
-        by_token = self.config.scores == "token_max" and self.config.score_precision == "fp8"
+        config = self.config.scoring
+        by_token = config.scores == "token_max" and config.score_precision == "fp8"
         return MAX_NEAR_FP8 if by_token and self.device != "cpu" else MAX_NEAR
 
     def normal(self, *shape: int, seed: int = 1) -> Tensor:
@@ -146,7 +147,7 @@ def cu(x: PackedInputs) -> dict[str, Any]:
 def named_tensors(x: PackedInputs) -> dict[str, Tensor]:
     """Tensors that have one row for each token, by name."""
     names = [f.name for f in dataclasses.fields(x) if not f.name.startswith("cu_")]
-    return {name: getattr(x, name) for name in names}
+    return {name: y for name in names if (y := getattr(x, name)) is not None}
 
 
 def leaves_of(*tensors: Tensor) -> list[Tensor]:
@@ -268,13 +269,15 @@ def compressed_rows(case: Case, raw: Tensor, x: PackedInputs) -> Tensor:
 
 def scoring_keys(case: Case, x: PackedInputs) -> Tensor:
     """Keys by which :func:`select` scores blocks: compressed ones, or those of the tokens."""
-    return compressed_rows(case, x.k_cmp_raw, x) if case.config.scores != "token_max" else x.k_slc
+    if case.config.scores == "compressed":
+        return compressed_rows(case, x.k_cmp_raw, x)
+    return x.k_slc if x.k_idx is None else x.k_idx
 
 
 def select(case: Case, q: Tensor, k: Tensor, x: PackedInputs) -> Tensor:
     """Block indices ``[T, Hkv, n]`` by packed queries and :func:`scoring_keys`."""
     q, lse, options = case.shaped(q), None, case.offsets(x)
-    if case.config.scores == "token_max":
+    if case.config.scores != "compressed":
         k = case.shaped(k)
     else:
         _, lse = compressed_attention(q, k, None, case.config, **options)
@@ -284,11 +287,11 @@ def select(case: Case, q: Tensor, k: Tensor, x: PackedInputs) -> Tensor:
 def check_selection(case: Case, rows: Tensor | None = None) -> None:
     """The blocks selected by keys as stored."""
     x = case.inputs()
-    k = scoring_keys(case, x)
+    q, k = x.q if x.q_idx is None else x.q_idx, scoring_keys(case, x)
     rows = every(x.q) if rows is None else rows
     sample = Sample(rows, rows[:0], x.cu_seqlens_q, x.cu_seqlens_k)
-    selected = sampled_selection(x.q, k, sample, case.config)
-    agree(selected.agreement(select(case, x.q, k, x)[rows]), case.most_near)
+    selected = sampled_selection(q, k, sample, case.config)
+    agree(selected.agreement(select(case, q, k, x)[rows]), case.most_near)
 
 
 def check_token_max(case: Case, rows: Tensor | None = None) -> None:
@@ -411,7 +414,7 @@ def run_whole(
     def recorded(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
         result = run_attention(inputs, dataclasses.replace(call, algorithm=case.algorithm), backend)
         if result.block_indices is not None:
-            scored = inputs.scored(config, None)
+            scored, _ = inputs.scored(call, None)
             seen.append((scored.q.detach(), scored.k.detach(), result.block_indices))
         return result
 
@@ -464,7 +467,7 @@ RUNS: dict[str, Callable[..., Results]] = {
 
 
 def check_project(case: Case) -> None:
-    """Heads unrotated, rotated and both, and gates."""
+    """Heads unrotated, rotated, both and with other frequencies, and gates."""
     config = case.config
     rope = Rope.from_config(config)
     pair = (config.num_kv_heads, config.head_dim)
@@ -472,6 +475,7 @@ def check_project(case: Case) -> None:
         Heads(config.num_heads, config.head_dim, (False, True)),
         Heads(config.num_kv_heads, config.value_dim),
         Heads(*pair, (True,)),
+        Heads(1, rope.dim, (True,), rope.dim // 2),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
     assert config.gate != "fixed"
@@ -487,11 +491,11 @@ def check_project(case: Case) -> None:
     ]
     bias = case.normal(columns.sizes[-1], seed=9)
     queries, values = (config.num_heads, config.head_dim), (config.num_kv_heads, config.value_dim)
-    shapes = [queries, queries, values, pair, (config.num_heads, 3)]
+    shapes = [queries, queries, values, pair, (1, rope.dim), (config.num_heads, 3)]
     douts = [case.normal(num_tokens, *shape, seed=i) for i, shape in enumerate(shapes, start=10)]
     # Branches differ in the mean, or the gradient of the bias is a sum that cancels.
     douts[-1] += torch.arange(3.0, device=case.device) - 1
-    names = ("q", "q rotated", "v", "k", "gates")
+    names = ("q", "q rotated", "v", "k", "k_idx", "gates")
 
     def run(
         dtype: torch.dtype, backend: str, given: Sequence[Tensor], *, is_split: bool = False
@@ -509,11 +513,8 @@ def check_project(case: Case) -> None:
             [dout.to(y.dtype) for dout, y in zip(douts, out, strict=True)],
         )
         found = {name: y.detach() for name, y in zip(names, out, strict=True)}
-        return (
-            found
-            | {"dx": grads[0], "dbias": grads[1]}
-            | {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
-        )
+        found |= {f"dweight {i}": grad for i, grad in enumerate(grads[2:])}
+        return {**found, "dx": grads[0], "dbias": grads[1]}
 
     plain, exact = (
         run(dtype, "reference", leaves_of(*(w.to(dtype) for w in weights)))

@@ -45,6 +45,15 @@ PATTERNS = {
 
 SCORES = ("compressed", "token_max")
 FP8 = {"scores": "token_max", "score_precision": "fp8"}
+INDEX: dict[str, dict[str, Any]] = {
+    "index": {"scores": "index", "index_dim": 32},
+    "index, 3 heads, fp8": {
+        **{"scores": "index", "index_dim": 48, "index_heads": 3, "score_precision": "fp8"},
+    },
+    "shared index": {
+        **{"scores": "index", "index_dim": 16, "index_heads": 2, "index_keys": "shared"},
+    },
+}
 
 
 def scores_and_selection(
@@ -58,7 +67,7 @@ def scores_and_selection(
     lengths = max(batch.lengths_q), max(batch.lengths_k)
     cu = batch.kwargs["cu_seqlens_q"], batch.kwargs["cu_seqlens_k"]
     sequences = Sequences(cu, len(batch.lengths_k), *lengths, q.device)
-    used = config.head_dim**-0.5 if scale is None else scale
+    used = q.shape[-1] ** -0.5 if scale is None else scale
     if config.scores == "random":
         positions = query_positions(q.shape[0], *cu)
         blocks = max(2, -(-lengths[1] // config.block_size))
@@ -77,8 +86,9 @@ def check(
     batch: Batch, scale: float | None = None, packed: bool = True, loud: float = 1.0
 ) -> Tensor:
     """Compare with the oracle; return the scores. Queries are ``loud`` times the usual ones."""
-    q, k = (loud * batch.q()).requires_grad_(), keys_of(batch).requires_grad_()
     config = batch.config
+    q, k = batch.index() if config.has_index else (batch.q(), keys_of(batch))
+    q, k = (loud * q).requires_grad_(), k.requires_grad_()
     most = max(2, -(-max(batch.lengths_k) // config.block_size))
     forced = config.num_init_blocks, config.num_local_blocks
 
@@ -86,10 +96,11 @@ def check(
         """Scores, 0 behind a sequence's own blocks, and what is selected from them."""
         sizes = (config.compress_block_size, config.compress_stride, config.block_size)
         num_keys = tokens.stop - tokens.start
-        if config.scores == "token_max":
+        if config.scores in ("token_max", "index"):
             fp8 = config.score_precision == "fp8"
-            given = array(q)[rows], array(k)[tokens], *forced, config.block_size, scale, fp8
-            scores = oracle.token_max_scores(*given)
+            rest = *forced, config.block_size, scale, fp8
+            given = array(q)[rows], array(k)[tokens], config.num_kv_heads
+            scores = oracle.token_scores(*given, *rest)
         elif config.scores == "random":
             positions = range(num_keys - (rows.stop - rows.start), num_keys)
             scores = oracle.random_scores(positions, config.num_kv_heads, most)
@@ -102,7 +113,7 @@ def check(
 
     scores, selected = scores_and_selection(batch, q, k, scale, packed)
     wanted_scores, wanted = stack(batch, one)
-    near(scores, wanted_scores)
+    near(scores.expand(-1, config.num_kv_heads, -1), wanted_scores)
     assert selected.dtype == torch.int32
     assert not selected.requires_grad
     np.testing.assert_array_equal(selected.numpy(), wanted)
@@ -111,7 +122,9 @@ def check(
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"scores": "token_max"}, FP8, {"scores": "random"}], ids=str
+    "changes",
+    [{}, {"scores": "token_max"}, FP8, {"scores": "random"}, *INDEX.values()],
+    ids=str,
 )
 def test_matches_the_oracle(changes, name):
     check(make_batch(small(**changes), *BATCHES[name]))
@@ -174,6 +187,9 @@ def test_a_wrong_call_by_tokens():
         select_blocks(batch.q(), batch.k(), torch.zeros(40, 4), batch.config)
     with pytest.raises(ValueError, match=r"k_cmp must .*, got"):
         select_blocks(batch.q(), batch.k()[:, :1], None, batch.config)
+    config = small(**INDEX["shared index"])
+    with pytest.raises(ValueError, match=r"k_cmp must have shape \[tokens, 1, 16\]"):
+        select_blocks(batch.normal(40, 2, 16), batch.k(), None, config)
     with pytest.raises(ValueError, match="lse must have shape"):
         select_blocks(batch.q(), batch.compressed(16), None, small())
 

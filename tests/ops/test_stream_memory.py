@@ -280,7 +280,12 @@ class Call:
             for size, is_read in ((pattern.head_dim, has_keys), (pattern.value_dim, is_on)):
                 keys.append(self.rows(count, pattern.num_kv_heads, size) if is_read else None)
         gates = torch.zeros(TOKENS, pattern.num_heads, 3)
-        return q, q_cmp if self.own_queries else None, *keys, gates
+        index = list[Tensor | None]([None, None])
+        if pattern.has_index:
+            heads = pattern.scoring
+            numbers = (heads.num_heads, heads.num_kv_heads)
+            index = [self.rows(TOKENS, number, heads.head_dim) for number in numbers]
+        return q, q_cmp if self.own_queries else None, *keys, gates, *index
 
     def where(self) -> tuple[Any, ...]:
         cu = packed_offsets([LENGTH] * NUMBER) if self.packed else None
@@ -330,6 +335,7 @@ CALLS = {
     "by token, fp8": Call(
         small(scores="token_max", score_precision="fp8", branches=("slc", "win"))
     ),
+    "index": Call(small(scores="index", index_keys="shared"), strided=True),
     "no window": Call(small(branches=("cmp", "slc"))),
     "no selection": Call(small(branches=("cmp", "win")), own_queries=True),
     "no compressed branch": Call(small(branches=("slc", "win"))),

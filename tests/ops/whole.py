@@ -72,8 +72,11 @@ def make(batch: Batch) -> Inputs:
         batch.v(),
         batch.gates(),
     )
+    named = dict(zip(NAMES, tensors, strict=True))
+    if batch.config.has_index:
+        named["q_idx"], named["k_idx"] = batch.index()
     return Inputs(
-        dict(zip(NAMES, tensors, strict=True)),
+        named,
         phi_parameters(batch, batch.config.head_dim),
         phi_parameters(batch, batch.config.value_dim),
         batch.q() if batch.config.compress_rope == "none" else None,
@@ -100,7 +103,8 @@ def run_oracle(
     def one(rows: slice, tokens: slice, _: slice) -> tuple[np.ndarray, np.ndarray]:
         arrays = {name: array(x) for name, x in inputs.tensors.items()}
         given: dict[str, Any] = {
-            name: x[rows if name in ("q", "gates") else tokens] for name, x in arrays.items()
+            name: x[rows if name in ("q", "gates", "q_idx") else tokens]
+            for name, x in arrays.items()
         }
         return oracle.native_sparse_attention(
             **given,

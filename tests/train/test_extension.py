@@ -89,6 +89,26 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(tmp_path):
     assert launch["init_from"].endswith("source/checkpoints/step-00000002")
 
 
+def test_an_index_that_the_weights_lack_is_new(tmp_path, caplog):
+    """A run with it, whose index gets no gradient, goes on and begins others in turn."""
+    new_trainer(tmp_path, "source", steps=2).run()
+    index: dict[str, Any] = {"nsa": dataclasses.replace(PATTERN, scores="index", index_dim=16)}
+    changes: dict[str, Any] = {"model": index, "optim": {"weight_decay": 0.0}, "steps": 4}
+    with caplog.at_level("INFO", logger="nsa"):
+        trainer = begin_from(tmp_path / "source", tmp_path, **changes)
+    assert "2 projections of an index are not in" in caplog.text
+    names = [f"layers.0.attention.{name}_idx_proj.weight" for name in "qk"]
+    new = [trainer.model.get_parameter(name) for name in names]
+    before = [weight.detach().clone() for weight in new]
+    assert math.isfinite(float(trainer.run().row["loss_nats"]))
+    assert all_equal(new, before)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="nsa"):
+        again = begin_from(tmp_path / "new", tmp_path / "again", **changes)
+    assert all_equal(weights(again.model).values(), weights(trainer.model).values())
+    assert "of an index" not in caplog.text
+
+
 def test_settings_without_weights_may_differ_and_sizes_may_not(tmp_path):
     new_trainer(tmp_path, "source", steps=2).run()
     pattern = dataclasses.replace(PATTERN, window_size=16, num_selected_blocks=3)

@@ -160,6 +160,8 @@ def variations() -> list[Case]:
         {"scores": "token_max", "block_size": 16, "compress_block_size": 16},
         {"scores": "token_max", "block_size": 128, "branches": ("slc",)},
         {"scores": "token_max", "score_precision": "fp8"},
+        {"scores": "index"},
+        {"scores": "index", "index_dim": 32, "index_heads": 4, "index_keys": "shared"},
     ]
     found = [replace(case, changes=tuple(change.items())) for change in changes]
     scattered = [replace(one, longest=LONG) for one in found[1:3]]
@@ -168,6 +170,7 @@ def variations() -> list[Case]:
     decoded += [replace(many, changes=found[i].changes) for i in (2, 5, 6)]
     by_token = (("scores", "token_max"), ("branches", ("slc", "win")))
     decoded += [replace(step, changes=by_token) for step in (one, many)]
+    decoded += [replace(step, changes=found[-1].changes) for step in (one, many)]
     return [replace(case, longest=DENSE), case, *found, *scattered, *decoded]
 
 

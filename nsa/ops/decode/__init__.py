@@ -21,6 +21,7 @@ class CacheTensors(NamedTuple):
         k_raw: ring buffer of the tokens that the next compressed block may need
             ``[B * ring, Hkv, D]``.
         v_raw: ring buffer of their values; None if compressed keys are only scored.
+        k_idx: pages of index keys ``[pages * l', Hkv or 1, index_dim]``; None without an index.
         k_cmp: pages of compressed keys ``[pages * l' / d, Hkv, D]``, rotated.
         v_cmp: pages of compressed values.
         table: page indices of every sequence, int32 ``[B, max pages]``.
@@ -34,6 +35,7 @@ class CacheTensors(NamedTuple):
     v_win: Tensor | None
     k_raw: Tensor | None
     v_raw: Tensor | None
+    k_idx: Tensor | None
     k_cmp: Tensor | None
     v_cmp: Tensor | None
     table: Tensor
@@ -47,7 +49,7 @@ class CacheTensors(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a step, ``[B * queries, Hkv, size]`` each, contiguous, in cache order."""
+    """New tokens of a step, ``[B * queries, heads, size]`` each, contiguous, in cache order."""
 
     k_slc: Tensor | None
     v_slc: Tensor | None
@@ -55,3 +57,4 @@ class NewTokens(NamedTuple):
     v_win: Tensor | None
     k_raw: Tensor | None
     v_raw: Tensor | None
+    k_idx: Tensor | None

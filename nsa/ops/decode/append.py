@@ -24,6 +24,7 @@ class Stream(NamedTuple):
 
     Attributes:
         ring: rows of their ring buffer; 0 if they are stored in pages.
+        heads: number of heads.
         size: head size.
         block: head size padded to a power of two.
         compresses: index of the compressed rows computed from them, or -1.
@@ -32,6 +33,7 @@ class Stream(NamedTuple):
     """
 
     ring: int
+    heads: int
     size: int
     block: int
     compresses: int
@@ -74,17 +76,18 @@ def append_rows(
     """Copy the new rows of stream K to the cache."""
     SIZE: tl.constexpr = PLAN.streams[K].size
     RING: tl.constexpr = PLAN.streams[K].ring
+    HEADS: tl.constexpr = PLAN.streams[K].heads
     i = tl.arange(0, PLAN.block_queries)
-    ok = i < P.QUERIES
+    ok = (i < P.QUERIES) & (head < HEADS)
     if RING == 0:
         row = page_rows(table_ptr, b, table_width, cached + i, ok, P.BLOCK_SIZE)
     else:
         row = b.to(tl.int64) * RING + (cached + i) % RING
     d = tl.arange(0, PLAN.streams[K].block)[None, :]
     mask = ok[:, None] & (d < SIZE)
-    source = (b * P.QUERIES + i).to(tl.int64) * P.HKV + head
+    source = (b * P.QUERIES + i).to(tl.int64) * HEADS + head
     x = tl.load(new_ptr + source[:, None] * SIZE + d, mask=mask)  # [block_queries, BLOCK_D]
-    tl.store(cache_ptr + (row * P.HKV + head)[:, None] * SIZE + d, x, mask=mask)
+    tl.store(cache_ptr + (row * HEADS + head)[:, None] * SIZE + d, x, mask=mask)
 
 
 @triton.jit

@@ -96,11 +96,13 @@ def _append(
             if x is None or target is None:
                 continue
             size = x.shape[-1]
-            rows = 0 if name.endswith("slc") else target.shape[0] // cache.num_sequences
+            paged = name.endswith(("slc", "idx"))
+            rows = 0 if paged else target.shape[0] // cache.num_sequences
             compresses = ("k_raw", "v_raw").index(name) if name.endswith("raw") else -1
             rotary = rope.dim if rope is not None and name == "k_raw" else 0
             hidden = config.compress_hidden_size or 2 * size
-            streams.append(Stream(rows, size, block_of(size), compresses, rotary, hidden))
+            sizes = (x.shape[1], size, block_of(size))
+            streams.append(Stream(rows, *sizes, compresses, rotary, hidden))
         largest_hidden = next_power_of_2(max(stream.hidden for stream in streams))
         plan = AppendPlan(
             tuple(streams),
@@ -164,6 +166,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
 def attend(
     q: Tensor,
     q_cmp: Tensor | None,
+    q_idx: Tensor | None,
     gates: Tensor,
     cache: CacheTensors,
     config: NSAConfig,
@@ -175,12 +178,13 @@ def attend(
     Args:
         q: rotated queries ``[B * queries, Hq, D]``, contiguous.
         q_cmp: queries of the compressed branch and the block scores; None means ``q``.
+        q_idx: rotated index queries, contiguous; None without an index.
         gates: ``[B * queries, Hq, 3]``, contiguous.
         cache: the layer's cache; ``lengths`` do not include the new tokens yet.
         config: the sparse pattern.
         queries: tokens per sequence.
         reads: int64 ``[B * Hkv, 4]``: the kernels add the number of keys that they load with their
-            values, order (cmp, slc, win), and without them, to score tokens of the selected branch.
+            values, order (cmp, slc, win), and without them, to score tokens.
             Keys of selected blocks count once per query, others once per step. None: nothing is
             counted.
 
@@ -191,7 +195,7 @@ def attend(
     groups = cache.num_sequences * config.num_kv_heads
     splits = choose_splits(config, groups, queries, cache.table.shape[1] * config.block_size)
     out: tuple[Tensor, Tensor | None]
-    out = _attend(q, q_cmp, gates, cache, config.text, queries, splits, reads)
+    out = _attend(q, q_cmp, q_idx, gates, cache, config.text, queries, splits, reads)
     return out
 
 
@@ -200,7 +204,9 @@ class _StepPlan(NamedTuple):
 
     Attributes:
         parts: shape of the partial outputs of every row (queries by heads).
-        scores: shape of the scores, ``[B * Hkv, queries * G, max blocks]``.
+        scores: shape of the scores, ``[B * Hkv, queries * G, max blocks]``; with an index in its
+            heads.
+        score_lse: shape of the log-sum-exp of forced tokens, ``[B * Hkv, programs, queries * G]``.
         best: shape of the best blocks that each program of the selection finds.
         scan: the compressed branch, the window and scores of tokens; None without them.
         select: the selection, concurrently with a merge of the other branches; None without it.
@@ -209,6 +215,7 @@ class _StepPlan(NamedTuple):
 
     parts: tuple[int, ...]
     scores: tuple[int, ...]
+    score_lse: tuple[int, ...]
     best: tuple[int, ...]
     scan: Launch | None
     select: Launch | None
@@ -220,6 +227,7 @@ class _StepPlan(NamedTuple):
 def _attend(
     q: Tensor,
     q_cmp: Tensor | None,
+    q_idx: Tensor | None,
     gates: Tensor,
     cache: CacheTensors,
     config_text: str,
@@ -235,30 +243,24 @@ def _attend(
     part = q.new_empty(plan.parts, dtype=torch.float32)
     lse = q.new_empty(plan.parts[:3], dtype=torch.float32)
     scores = q.new_empty(plan.scores, dtype=torch.float32)
+    score_lse = q.new_empty(plan.score_lse, dtype=torch.float32)
     if plan.scan is not None:
-        plan.scan(
-            q,
-            q if q_cmp is None else q_cmp,
-            cache.k_cmp,
-            cache.v_cmp,
-            cache.k_slc,
-            cache.k_win,
-            cache.v_win,
-            table,
-            lengths,
-            scores,
-            part,
-            lse,
-            reads,
+        heads = (q if x is None else x for x in (q, q_cmp, q_idx))
+        scored = cache.k_slc if cache.k_idx is None else cache.k_idx
+        stored = (cache.k_cmp, cache.v_cmp, scored, cache.k_win, cache.v_win, table, lengths)
+        made = (scores, part, lse, score_lse, reads)
+        scales = (scale, float(config.scoring.head_dim**-0.5))
+        numbers = (
             table.shape[1],
             scores.shape[-1],
-            scale,
+            *scales,
             config.num_init_blocks,
             config.num_local_blocks,
         )
+        plan.scan(*heads, *stored, *made, *numbers)
     ids, others = None, lse.new_empty(0)
     if plan.select is not None:
-        ids, others = _select(plan, gates, cache, config, scores, part, lse)
+        ids, others = _select(plan, gates, cache, config, (scores, score_lse), (part, lse))
     plan.merge(
         q,
         gates,
@@ -284,12 +286,12 @@ def _select(
     gates: Tensor,
     cache: CacheTensors,
     config: NSAConfig,
-    scores: Tensor,
-    part: Tensor,
-    lse: Tensor,
+    scored: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Selected blocks, int32 ``[T, Hkv, n]``, and the gated sum of the other branches."""
     assert plan.select is not None
+    (scores, score_lse), (part, lse) = scored, parts
     groups, _, rows, value_dim = plan.parts
     best = lse.new_empty(plan.best, dtype=torch.int64)
     shape = (gates.shape[0], config.num_kv_heads, config.num_selected_blocks)
@@ -299,6 +301,7 @@ def _select(
         scores,
         part,
         lse,
+        score_lse,
         gates,
         cache.lengths,
         best,
@@ -307,7 +310,7 @@ def _select(
         others,
         scores.shape[-1],
         plan.best[1],
-        float(config.head_dim**-0.5),
+        float(config.scoring.head_dim**-0.5),
         config.num_init_blocks,
         config.num_local_blocks,
     )
@@ -317,12 +320,13 @@ def _select(
 def _plan_step(
     q: Tensor, cache: CacheTensors, config: NSAConfig, queries: int, splits: Splits
 ) -> _StepPlan:
-    pattern, sizes = pattern_of(config, cache, queries), (config.head_dim, config.value_dim)
-    heads = Heads(config.num_heads, pattern.G, *sizes, *(block_of(size) for size in sizes))
+    pattern, heads = pattern_of(config, cache, queries), heads_of(config)
+    scoring, score_heads = pattern_of(config.scoring, cache, queries), heads_of(config.scoring)
     constants: dict[str, Any] = {"P": pattern, "HEADS": heads, "SPLITS": splits}
     groups, rows = cache.num_sequences * pattern.HKV, queries * pattern.G
     # Small tiles for wide or fp32 heads, whose matmuls are unrolled.
-    width, element_size = max(heads.BLOCK_D, heads.BLOCK_DV), q.element_size()
+    width = max(heads.BLOCK_D, heads.BLOCK_DV, score_heads.BLOCK_D)
+    element_size = q.element_size()
     most_rows = MAX_ROWS if element_size == 2 and width <= 128 else 16
     keys = max(min(STEP_KEYS, 16_384 // (width * element_size**2)), 16)
     # Kernels that read keys start while the previous one is still running only in small steps.
@@ -333,17 +337,19 @@ def _plan_step(
         "launch_pdl": is_small and starts_early(cache.table),
     }
     scan = select = None
-    if splits.number > splits.slc:
-        block_m = min(most_rows, max(16, next_power_of_2(rows)))
+    programs = splits.cmp + splits.win + splits.scored
+    if programs:
+        most = queries * max(pattern.G, scoring.G if splits.scored else 0)
+        block_m = min(most_rows, max(16, next_power_of_2(most)))
         # Register limit of a program: outputs, and scores of a step.
         block_n = keys if block_m * width <= MAX_OUTPUTS else keys // 2
-        grid = (groups, splits.number - splits.slc, cdiv(rows, block_m))
-        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        grid = (groups, programs, cdiv(most, block_m))
+        tile = {"S": scoring, "SCORE_HEADS": score_heads, "BLOCK_M": block_m, "BLOCK_N": block_n}
         scan = Launch(decode_scan_kernel, grid, **constants, **tile, **options)
     constants["HAS_CMP"] = cache.v_cmp is not None
     best: tuple[int, ...] = ()
     if splits.slc:
-        best, select = _plan_select(cache, config, groups * queries, constants)
+        best, select = _plan_select(cache, config, groups * queries, {**constants, "S": scoring})
     block_g = min(next_power_of_2(pattern.G), most_rows, MAX_OUTPUTS // width)
     merge = Launch(
         decode_merge_kernel,
@@ -356,9 +362,17 @@ def _plan_step(
         BLOCK_IDS=next_power_of_2(config.num_selected_blocks),
         **options,
     )
-    scores = (groups, rows, cache.table.shape[1] * _scores_per_block(config, splits))
+    scored = (cache.num_sequences * scoring.HKV, queries * scoring.G)
+    scores = (*scored, cache.table.shape[1] * _scores_per_block(config, splits))
     parts = (groups, splits.number, rows, config.value_dim)
-    return _StepPlan(parts, scores, best, scan, select, merge)
+    score_lse = (scored[0], splits.scored, scored[1])
+    return _StepPlan(parts, scores, score_lse, best, scan, select, merge)
+
+
+def heads_of(config: NSAConfig) -> Heads:
+    """Return the compile-time numbers and sizes of a pattern's heads."""
+    sizes = (config.head_dim, config.value_dim)
+    return Heads(config.num_heads, config.group_size, *sizes, *(block_of(size) for size in sizes))
 
 
 def _scores_per_block(config: NSAConfig, splits: Splits) -> int:
@@ -373,11 +387,12 @@ def _plan_select(
     """Shape of the best blocks of each program ``[programs, chunks, n]``, and the selection."""
     selection, most_blocks = Selection.of(config), cache.table.shape[1]
     heads, splits = constants["HEADS"], constants["SPLITS"]
-    group, block_k = next_power_of_2(config.group_size), next_power_of_2(selection.num_blocks)
+    group, scored = (next_power_of_2(x.group_size) for x in (config, config.scoring))
+    block_k = next_power_of_2(selection.num_blocks)
     # A single warp sorts fastest as long as the data fits in its registers.
-    is_large = most_blocks > MAX_BLOCKS or group > MAX_HEADS
+    is_large = most_blocks > MAX_BLOCKS or scored > MAX_HEADS
     scores = MAX_SCORES * (2 if is_large else 1)
-    ranked = scores // (group * _scores_per_block(config, splits))
+    ranked = scores // (scored * _scores_per_block(config, splits))
     block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MAX_RANKED)
     block_j = max(block_j, block_k, 16)
     chunks = cdiv(most_blocks, block_j - 1)
@@ -389,7 +404,7 @@ def _plan_select(
         (programs, chunks + cdiv(config.group_size, block_h)),
         **constants,
         COUNTS=selection.counts,
-        BLOCK_G=group,
+        BLOCK_G=scored,
         BLOCK_S=next_power_of_2(splits.scored or splits.cmp),
         BLOCK_J=block_j,
         BLOCK_K=block_k,

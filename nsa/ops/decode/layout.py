@@ -48,8 +48,7 @@ class Splits(NamedTuple):
         cmp: programs of the compressed branch.
         win: programs of the window.
         slc: programs of the selected branch.
-        scored: programs that score the tokens of the selected branch; 0 unless scores are
-            ``token_max``.
+        scored: programs that score tokens; 0 unless scores are ``token_max`` or ``index``.
     """
 
     cmp: int
@@ -59,8 +58,8 @@ class Splits(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of all programs."""
-        return sum(self)
+        """Number of programs with partial outputs."""
+        return self.cmp + self.win + self.slc
 
 
 @triton.jit

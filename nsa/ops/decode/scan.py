@@ -142,8 +142,9 @@ def scored_split(
 ):
     """Log-sum-exp of the forced tokens in a program's share of the pages.
 
-    Stores the largest unscaled product of each block. Products with tokens after the query belong
-    to its own block, which is forced, or to later blocks.
+    ``P`` and ``HEADS`` are those of the queries and keys that score blocks. Stores the largest
+    unscaled product of each block. Products with tokens after the query belong to its own block,
+    which is forced, or to later blocks.
     """
     b, head, cached, table_width, most_blocks = where
     row, ok, t = query
@@ -182,7 +183,7 @@ def scored_split(
         )
         at = next_row * P.HKV + head
     if tl.program_id(2) == 0:
-        count_reads(reads_ptr, b * P.HKV + head, tl.maximum(end - begin, 0), 3)
+        count_reads(reads_ptr, tl.program_id(0), tl.maximum(end - begin, 0), 3)
     return softmax_lse(row_max, total)
 
 
@@ -190,9 +191,10 @@ def scored_split(
 def decode_scan_kernel(
     q_ptr,
     q_cmp_ptr,
+    q_score_ptr,
     k_cmp_ptr,
     v_cmp_ptr,
-    k_slc_ptr,
+    k_score_ptr,
     k_win_ptr,
     v_win_ptr,
     table_ptr,
@@ -200,15 +202,19 @@ def decode_scan_kernel(
     scores_ptr,
     out_ptr,
     lse_ptr,
+    score_lse_ptr,
     reads_ptr,
     table_width,
     most_blocks,
     softmax_scale,
+    score_scale,
     num_init,
     num_local,
     P: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
+    S: tl.constexpr,
+    SCORE_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -216,9 +222,10 @@ def decode_scan_kernel(
 
     Program (i, s, m) handles sequence and KV head i and the m-th ``BLOCK_M`` rows (queries by
     heads); the first ``SPLITS.cmp`` values of s share the compressed keys, then ``SPLITS.win`` the
-    window, then ``SPLITS.scored`` the keys of the selected branch. Partial results are stored as
-    ``[B * Hkv, cmp + win + slc + scored, T * G]``, grouped by branch; unscaled scores of compressed
-    keys, or of blocks if tokens are scored, as ``[B * Hkv, T * G, most_blocks]``.
+    window, then ``SPLITS.scored`` the keys that score blocks. Partial results are stored as
+    ``[B * Hkv, cmp + win + slc, T * G]``, grouped by branch; unscaled scores of compressed keys, or
+    of blocks if tokens are scored, as ``[B * Hkv, T * G, most_blocks]``, and the log-sum-exp of the
+    forced tokens as ``[B * Hkv, scored, T * G]``. Scores have the heads of the pattern ``S``.
     """
     wait_for_inputs(AT_ONCE=False)
     b = tl.program_id(0) // P.HKV
@@ -272,21 +279,26 @@ def decode_scan_kernel(
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
     else:
         if SPLITS.scored > 0:
-            q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
-            lse = scored_split(
-                q,
-                query,
-                k_slc_ptr,
-                scores_ptr,
-                table_ptr,
-                reads_ptr,
-                where,
-                scale,
-                (num_init, num_local),
-                P,
-                HEADS,
-                SPLITS,
-                BLOCK_N,
-            )
-            let_next_start()
-            tl.store(lse_ptr + at + SPLITS.slc * (P.QUERIES * P.G), lse, mask=ok)
+            ok_s, place_s, t_s = query_rows(row, b, head, cached, S)
+            if head < S.HKV:
+                D: tl.constexpr = SCORE_HEADS.D
+                q_s = load_rows(q_score_ptr, place_s, ok_s, D, D, SCORE_HEADS.BLOCK_D)
+                lse_s = scored_split(
+                    q_s,
+                    (row, ok_s, t_s),
+                    k_score_ptr,
+                    scores_ptr,
+                    table_ptr,
+                    reads_ptr,
+                    where,
+                    score_scale * LOG2_E,
+                    (num_init, num_local),
+                    S,
+                    SCORE_HEADS,
+                    SPLITS,
+                    BLOCK_N,
+                )
+                let_next_start()
+                share_s = (b * S.HKV + head) * SPLITS.scored + split - SPLITS.cmp - SPLITS.win
+                at_s = share_s.to(tl.int64) * (S.QUERIES * S.G) + row
+                tl.store(score_lse_ptr + at_s, lse_s, mask=ok_s)

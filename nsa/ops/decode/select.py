@@ -49,6 +49,7 @@ def decode_select_kernel(
     scores_ptr,
     partial_ptr,
     lse_ptr,
+    score_lse_ptr,
     gates_ptr,
     lengths_ptr,
     best_ptr,
@@ -57,12 +58,13 @@ def decode_select_kernel(
     others_ptr,
     most_blocks,
     chunks,
-    softmax_scale,
+    score_scale,
     num_init,
     num_local,
     P: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
+    S: tl.constexpr,
     COUNTS: tl.constexpr,
     HAS_CMP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -83,6 +85,8 @@ def decode_select_kernel(
     Programs with ``c >= chunks`` merge the compressed branch and the window of ``BLOCK_H`` heads
     each, ``BLOCK_O`` partial results at a time, into the gated sum fp32 ``[B * Hkv, queries * G,
     Dv]``.
+
+    Scores have the heads of the pattern ``S``: as many KV heads, or one for all.
     """
     wait_for_inputs()
     query = tl.program_id(0) % P.QUERIES
@@ -90,7 +94,7 @@ def decode_select_kernel(
     cached = tl.load(lengths_ptr + group // P.HKV)
     if tl.program_id(1) < chunks:
         t = cached + query
-        scale = softmax_scale * LOG2_E
+        scale = score_scale * LOG2_E
         BY_TOKEN: tl.constexpr = SPLITS.scored > 0
         # Scores per block, and blocks to which a score contributes.
         R: tl.constexpr = 1 if BY_TOKEN else P.BLOCK_SIZE // P.STRIDE
@@ -103,13 +107,17 @@ def decode_select_kernel(
         visible = t // P.BLOCK_SIZE + 1 if BY_TOKEN else complete_blocks(t + 1, P)
         seen = (key >= 0) & (key < visible)
         h = tl.arange(0, BLOCK_G)
-        row = query * P.G + h
-        FIRST: tl.constexpr = SPLITS.number - SPLITS.scored if BY_TOKEN else 0
-        NUM: tl.constexpr = SPLITS.scored if BY_TOKEN else SPLITS.cmp
-        first = group * SPLITS.number + FIRST
-        lse = merged_lse(lse_ptr, first, row, h < P.G, P, NUM, BLOCK_S)
-        at = (group.to(tl.int64) * (P.QUERIES * P.G) + row)[:, None] * most_blocks + key[None, :]
-        s = tl.load(scores_ptr + at, mask=(h < P.G)[:, None] & seen[None, :], other=-float("inf"))
+        row = query * S.G + h
+        scored = group * S.HKV // P.HKV
+        if BY_TOKEN:
+            lse = merged_lse(
+                score_lse_ptr, scored * SPLITS.scored, row, h < S.G, S, SPLITS.scored, BLOCK_S
+            )
+        else:
+            first = group * SPLITS.number
+            lse = merged_lse(lse_ptr, first, row, h < S.G, S, SPLITS.cmp, BLOCK_S)
+        at = (scored.to(tl.int64) * (S.QUERIES * S.G) + row)[:, None] * most_blocks + key[None, :]
+        s = tl.load(scores_ptr + at, mask=(h < S.G)[:, None] & seen[None, :], other=-float("inf"))
         s = s * scale - lse[:, None]
         if BY_TOKEN:
             s = tl.minimum(s, LIMIT)

@@ -43,6 +43,7 @@ class Part(NamedTuple):
         heads: number of heads.
         size: columns of each head.
         rotary: number of rotated columns of a head.
+        rope: index of the frequencies.
         block: unrotated columns of a head, padded to a power of two.
         tensor: index of the tensor.
         plain: index of a tensor that is added without rotation in the backward, or -1.
@@ -52,6 +53,7 @@ class Part(NamedTuple):
     heads: int
     size: int
     rotary: int
+    rope: int
     block: int
     tensor: int
     plain: int
@@ -65,13 +67,13 @@ class Plan(Constants):
         parts: parts that are copied.
         used: columns of all parts and gates.
         padding: padding columns after the used ones.
-        half: number of frequencies.
+        halves: numbers of frequencies.
     """
 
     parts: tuple[Part, ...]
     used: int
     padding: int
-    half: int
+    halves: tuple[int, ...]
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def heads_kernel(
     dgates_ptr,
     bias_ptr,
     before_ptr,
-    frequency_ptr,
+    frequency_ptrs,
     cu_ptr,
     len_x,
     num_sequences,
@@ -227,15 +229,17 @@ def heads_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = row < num_rows
     i = tl.arange(0, BLOCK_HALF)
-    frequency = tl.load(frequency_ptr + i, mask=i < PLAN.half, other=0.0)
     position = token_positions(before_ptr, cu_ptr, row, ok, len_x, num_sequences, search_steps)
     position = (position + position_offset).to(tl.float32)
-    cosine, sine = cos_sin(position[:, None] * frequency[None, :])
-    cosine *= magnitude
-    sine *= -magnitude if BACKWARD else magnitude
     x_row = x_ptr + row[:, None] * stride_x
-    for k in tl.static_range(len(PLAN.parts)):
-        move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
+    for n in tl.static_range(len(PLAN.halves)):
+        frequency = tl.load(frequency_ptrs[n] + i, mask=i < PLAN.halves[n], other=0.0)
+        cosine, sine = cos_sin(position[:, None] * frequency[None, :])
+        cosine *= magnitude
+        sine *= -magnitude if BACKWARD else magnitude
+        for k in tl.static_range(len(PLAN.parts)):
+            if PLAN.parts[k].rope == n:
+                move_heads(x_row, tensor_ptrs, row, ok, cosine, sine, PLAN, k, BLOCK_HALF, BACKWARD)
     if tl.program_id(1) == tl.num_programs(1) - 1:
         if GATES is not None:
             logits = x_row + PLAN.used - GATES.columns
@@ -271,6 +275,7 @@ def move(
         tiles = cdiv(x.shape[0], programs_of(x.shape[0])[0])
         dbias, bias = bias, bias.new_empty(tiles, bias.shape[0], dtype=torch.float32)
     if x.shape[0]:
+        dims = once(lambda: rotated_dims(columns, rope))
         launch = once(lambda: _plan(x, columns, rope, before is not None, backward))
         launch(
             x,
@@ -279,7 +284,7 @@ def move(
             dgates,
             bias,
             before,
-            frequency_table(rope, x.device),
+            tuple(frequency_table(rope, x.device, dim) for dim in dims),
             cu,
             length,
             num_sequences,
@@ -293,25 +298,32 @@ def move(
         dbias.copy_(bias.sum(0))
 
 
+def rotated_dims(columns: Columns, rope: Rope) -> list[int]:
+    """Different numbers of rotated columns of the parts, those of ``rope`` first."""
+    return list(dict.fromkeys([rope.dim, *(part.rotary or rope.dim for part in columns.parts)]))
+
+
 def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool) -> Launch:
     """Return the launch of the kernel."""
-    parts, tensor = list[Part](), 0
+    parts, tensor, dims = list[Part](), 0, rotated_dims(columns, rope)
     for start, heads in zip(accumulate(columns.sizes, initial=0), columns.parts, strict=False):
         # In the backward one pass over the columns adds both gradients.
         both = backward and len(heads.outputs) > 1
         for rotated in heads.outputs:
             if rotated or not both:
-                rotary, plain = rope.dim * rotated, tensor - 1 if both else -1
+                dim = heads.rotary or rope.dim
+                rotary, plain = dim * rotated, tensor - 1 if both else -1
                 block = next_power_of_2(max(heads.size - rotary, 1))
-                sizes = (heads.number, heads.size, rotary, block)
+                sizes = (heads.number, heads.size, rotary, dims.index(dim), block)
                 parts.append(Part(start, *sizes, tensor, plain))
             tensor += 1
-    used, block_half = sum(columns.sizes), next_power_of_2(max(rope.dim // 2, 1))
+    used, halves = sum(columns.sizes), tuple(dim // 2 for dim in dims)
+    block_half = next_power_of_2(max(*halves, 1))
     block_rows, programs = programs_of(x.shape[0])
     return Launch(
         heads_kernel,
         (cdiv(x.shape[0], block_rows), programs),
-        PLAN=Plan(tuple(parts), used, padded(used) - used, rope.dim // 2),
+        PLAN=Plan(tuple(parts), used, padded(used) - used, halves),
         GATES=columns.gates,
         BACKWARD=backward,
         BLOCK_R=block_rows,

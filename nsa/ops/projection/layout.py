@@ -23,11 +23,13 @@ class Heads:
         size: columns of each head.
         outputs: for each output tensor, unrotated first, whether its heads are rotated by the
             token's position.
+        rotary: rotated columns of a head, see :func:`nsa.apply_rope`; None means ``rope.dim``.
     """
 
     number: int
     size: int
     outputs: tuple[bool, ...] = (False,)
+    rotary: int | None = None
 
     @property
     def columns(self) -> int:
@@ -105,7 +107,8 @@ def split_reference(
     # The product with the gate weight comes last.
     for part, product in zip(columns.parts, products, strict=False):
         heads = product.unflatten(-1, (part.number, part.size))
-        found += [apply_rope(heads, positions, rope) if x else heads for x in part.outputs]
+        given = (heads, positions, rope, part.rotary)
+        found += [apply_rope(*given) if x else heads for x in part.outputs]
     if columns.gates is not None:
         logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
         found.append(activate(logits, columns.gates))

@@ -31,14 +31,14 @@ def _run(*flat: Any) -> Tensor:
     inputs, call = open_flat(SelectionInputs, 3, flat)
     if call.config.scores == "random":
         return select_blocks_reference(inputs, call)
-    out = new_selection(inputs.q, inputs.k, call.config.num_selected_blocks)
+    out = new_selection(inputs.q, call.config)
     run_selection(inputs, call, out)
     return out
 
 
 def _fake(*flat: Any) -> Tensor:
-    (q, k, _), call = open_flat(SelectionInputs, 3, flat)
-    return new_selection(q, k, call.config.num_selected_blocks)
+    inputs, call = open_flat(SelectionInputs, 3, flat)
+    return new_selection(inputs.q, call.config)
 
 
 select_blocks_op = register(
@@ -66,15 +66,17 @@ def select_blocks(
     ``config.scores`` ``compressed`` they are the probabilities of the compressed branch,
     distributed over the tokens that compression and selection blocks share; with ``token_max`` they
     are the largest weight of a token of the block, relative to all weights in forced blocks; with
-    ``random`` they are hashes of position, KV head and block. The
-    first ``num_init_blocks`` and the last ``num_local_blocks`` are always selected. All query heads
-    of a group share the selection; it has no gradient.
+    ``index`` the same of index queries and keys; with ``random`` they are hashes of position, KV
+    head and block. The first ``num_init_blocks`` and the last ``num_local_blocks`` are always
+    selected. All query heads of a group share the selection; it has no gradient.
 
     Args:
         q: the queries of the compressed branch, packed ``[T, Hq, D]`` or dense ``[B, T, Hq, D]``;
-            with other scores those of the selected branch.
+            with ``index`` the rotated index queries, with other scores those of the selected
+            branch.
         k_cmp: compressed, rotated keys ``[C, Hkv, D]``; with other scores the rotated keys of the
-            selected branch, ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``.
+            selected branch, ``[S, Hkv, D]`` or ``[B, S, Hkv, D]``. Index keys and queries have the
+            shapes described for :func:`nsa.native_sparse_attention`.
         lse: result of :func:`nsa.compressed_attention` for the same queries and keys, ``[T, Hq]``
             or ``[B, T, Hq]``; None with other scores.
         config: the sparse pattern.
@@ -83,7 +85,8 @@ def select_blocks(
         max_seqlen_q: upper bound on the query lengths; for None see
             :func:`nsa.native_sparse_attention`.
         max_seqlen_k: upper bound on the key lengths, in tokens.
-        softmax_scale: factor on the scores; None means ``D ** -0.5``.
+        softmax_scale: factor on the scores; None means ``D ** -0.5``, with ``index``
+            ``index_dim ** -0.5``.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -93,11 +96,11 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or offsets do not match.
     """
-    backend = choose_backend(backend, q)
+    backend, heads = choose_backend(backend, q), config.scoring
     if config.scores != "compressed":
         check(lse is None, "lse", f"be None with scores {config.scores}", "a tensor")
-        check_heads("q", q, config.num_heads, config.head_dim, q)
-        check_heads("k_cmp", k_cmp, config.num_kv_heads, config.head_dim, q)
+        check_heads("q", q, heads.num_heads, heads.head_dim, q)
+        check_heads("k_cmp", k_cmp, heads.num_kv_heads, heads.head_dim, q)
         key_shape = tuple(k_cmp.shape[:-2])
     else:
         offsets = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -110,7 +113,7 @@ def select_blocks(
     if lse is not None:
         lse = lse.reshape(-1, config.num_heads)
         sequences = sequences.with_blocks(config)
-    call = Call(config, sequences, scale_of(config, softmax_scale))
+    call = Call(config, sequences, scale_of(heads, softmax_scale))
     inputs = SelectionInputs(pack(q), pack(k_cmp), lse)
     return sequences.restore(run_select_blocks(inputs, call, backend))
 

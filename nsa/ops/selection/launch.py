@@ -21,7 +21,6 @@ from nsa.ops.selection.reference import (
     SelectionInputs,
     blocks_to_fp8,
     coarse_keys,
-    new_selection,
     to_fp8,
 )
 from nsa.ops.selection.token_max import forced_lse_kernel, select_token_max_kernel
@@ -105,7 +104,7 @@ def check_fp8(capability: tuple[int, int]) -> None:
 
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
-    config, by_token = call.config, call.config.scores == "token_max"
+    config, by_token = call.config, call.config.scoring.scores == "token_max"
     keys = KeyRange.of_tokens(call) if by_token else KeyRange.of_blocks(call)
     check_queries(inputs.q)
     check_keys("k_cmp", inputs.k, keys.stride)
@@ -113,14 +112,18 @@ def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
         check_fp8(torch.cuda.get_device_capability(inputs.q.device))
     q, k = rows(inputs.q), rows(inputs.k)
     if by_token:
-        _select_by_token(q, k, out, keys, config)
+        is_shared = k.shape[1] < out.shape[1]  # one index for all KV heads
+        found = torch.empty_like(out[:, :1]) if is_shared else out
+        _select_by_token(q, k, found, keys, config)
+        if is_shared:
+            out.copy_(found)
         return
     assert inputs.lse is not None
     lse, coarse = by_head(inputs.lse), None
     if config.coarse_block_size is not None:
         means, cu_coarse = coarse_keys(inputs.k, config, call.sequences)
         first = Selection.of_coarse(config)
-        coarse = new_selection(q, means, first.num_blocks)
+        coarse = q.new_empty(q.shape[0], k.shape[1], first.num_blocks, dtype=torch.int32)
         _select(q, means, lse, coarse, keys.of_coarse(first.block_size, cu_coarse), first)
     _select(q, k, lse, out, keys, Selection.of(config), coarse)
 

@@ -40,9 +40,10 @@ class SelectionInputs(NamedTuple):
     """Inputs of the block scores.
 
     Attributes:
-        q: queries of the compressed branch ``[T, Hq, D]``; with other scores, of the selected one.
+        q: queries of the compressed branch ``[T, Hq, D]``; with other scores, of the selected one
+            or of the index.
         k: compressed keys ``[C, Hkv, D]``; with other scores, keys of the selected branch
-            ``[S, Hkv, D]``.
+            or of the index ``[S, Hkv, D]``.
         lse: the compressed branch's ``[T, Hq]``; None with other scores.
     """
 
@@ -51,9 +52,10 @@ class SelectionInputs(NamedTuple):
     lse: Tensor | None
 
 
-def new_selection(q: Tensor, k: Tensor, num_blocks: int) -> Tensor:
+def new_selection(q: Tensor, config: NSAConfig) -> Tensor:
     """Allocate the selected blocks, int32 ``[T, Hkv, n]``."""
-    return q.new_empty(q.shape[0], k.shape[1], num_blocks, dtype=torch.int32)
+    shape = (q.shape[0], config.num_kv_heads, config.num_selected_blocks)
+    return q.new_empty(shape, dtype=torch.int32)
 
 
 def overlap_stencil(config: NSAConfig) -> dict[int, int]:
@@ -311,14 +313,15 @@ def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
         sizes = config.num_kv_heads, max_blocks(sequences, config)
         parts = positions.split(max(1, _RANDOM_SCORES // (sizes[0] * sizes[1])))
         return torch.cat([choose_blocks(random_scores(x, *sizes), x, config) for x in parts])
-    if config.scores == "token_max":
+    if config.scoring.scores == "token_max":
         scores = token_max_scores(inputs, call)
     else:
         assert inputs.lse is not None
         rest = (inputs.q, inputs.k, inputs.lse, config, sequences, call.softmax_scale)
         scores = block_scores(*rest)
         coarse = None if config.coarse_block_size is None else coarse_candidates(*rest)
-    return choose_blocks(scores, positions, config, coarse)
+    found = choose_blocks(scores, positions, config, coarse)
+    return found.expand(-1, config.num_kv_heads, -1).contiguous()  # one head if the index is shared
 
 
 def blocks_to_ranges(

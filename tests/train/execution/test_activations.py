@@ -103,7 +103,8 @@ def test_compiled_as_one_graph(attention, policy):
     steps of which statistics are taken and steps of which none are.
     """
     compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    quick = dataclasses.replace(PATTERN, scores="token_max", branches=("slc", "win"))
+    index: dict[str, Any] = {"scores": "index", "index_dim": 16, "index_rotary_dim": 8}
+    quick = dataclasses.replace(PATTERN, **index, branches=("slc", "win"))
     found, rows = [], []
     for name, compiled in (("", lambda loss: loss), (policy, compiler)):
         loss = make_loss(attention, name, 1, quick)

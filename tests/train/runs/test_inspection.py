@@ -67,6 +67,7 @@ def random_blocks(num_tokens: int, heads: int, seed: int = 0) -> Tensor:
         {"branches": ("cmp", "win"), "gate": "softmax"},
         {"gate": "fixed", "share_kv": True},
         {"branches": ("slc", "win"), "scores": "token_max"},
+        {"branches": ("slc", "win"), "scores": "index", "index_keys": "shared"},
     ],
 )
 def test_gates_and_blocks_are_those_of_the_layers(changes):
