@@ -7,39 +7,12 @@ so its products need no causal mask.
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows
 from nsa.ops.index_loss.kernels import add_weights, find_largest, log_sum
-
-
-class Group(NamedTuple):
-    """Pointers and numbers of one KV head, as the device functions need them.
-
-    Attributes:
-        q_ptr: queries of its first query head.
-        k_ptr: its keys.
-        lse_ptr: log-sum-exp of its query heads, base 2.
-        k_idx_ptr: index keys.
-        stride_q, stride_k, stride_k_idx: strides of tokens and heads.
-        num_rows: T.
-        scale, index_scale: factors on the products, base 2.
-    """
-
-    q_ptr: Any
-    k_ptr: Any
-    lse_ptr: Any
-    k_idx_ptr: Any
-    stride_q: Any
-    stride_k: Any
-    stride_k_idx: Any
-    num_rows: Any
-    scale: Any
-    index_scale: Any
 
 
 @triton.jit
@@ -50,95 +23,90 @@ def spread(x, SIZES: tl.constexpr):
 
 
 @triton.jit
-def block_mass(group, token, ok, key_row, SIZES: tl.constexpr):
+def block_mass(attention, head_kv, token, ok, key_row, SIZES: tl.constexpr):
     """Logarithm of the attention mass of a block, added over the heads of a group, ``[QUERIES]``.
 
     Args:
-        group: see ``Group``.
+        attention: queries, keys, lse, strides, factor on the products (base 2) and T.
+        head_kv: KV head.
         token: packed rows of the queries, ``[QUERIES]`` int64.
         ok: whether they exist.
         key_row: packed row of the block's first key; all of its keys exist.
         SIZES: see ``IndexSizes``.
     """
+    q_ptr, k_ptr, lse_ptr, stride_q, stride_k, scale, num_rows = attention
     QUERIES: tl.constexpr = SIZES.QUERIES
     row_max = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    k_ptr += head_kv * stride_k[1]
     for part in tl.static_range(SIZES.BLOCK_SIZE // SIZES.KEYS):
         n = tl.arange(0, SIZES.KEYS)
         row = key_row + part * SIZES.KEYS + n
-        k = load_rows(group.k_ptr, row, n >= 0, group.stride_k[0], SIZES.D, SIZES.BLOCK_D)
+        k = load_rows(k_ptr, row, n >= 0, stride_k[0], SIZES.D, SIZES.BLOCK_D)
         for h in tl.range(0, SIZES.G):
-            q_ptr = group.q_ptr + h * group.stride_q[1]
-            q = load_rows(q_ptr, token, ok, group.stride_q[0], SIZES.D, SIZES.BLOCK_D)
-            lse = tl.load(group.lse_ptr + h * group.num_rows + token, mask=ok, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * group.scale
+            head = head_kv * SIZES.G + h
+            q_at = token * stride_q[0] + head * stride_q[1]
+            q = load_rows(q_ptr, q_at, ok, 1, SIZES.D, SIZES.BLOCK_D)  # [QUERIES, BLOCK_D]
+            lse_at = head.to(tl.int64) * num_rows + token
+            lse = tl.load(lse_ptr + lse_at, mask=ok, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             row_max, total = add_weights(s - lse[:, None], row_max, total)
     return row_max + tl.log2(total)
 
 
 @triton.jit
-def block_scores(group, q_idx, lse_idx, key_row, SIZES: tl.constexpr):
-    """Scores of a block.
+def load_index_queries(index, key_head, first_q, row, end, SIZES: tl.constexpr):
+    """Index queries of a tile, in rows of queries by padded index heads.
 
     Args:
-        group: see ``Group``.
-        q_idx: index queries ``[QUERIES * BLOCK_IH, BLOCK_DI]``.
-        lse_idx: log-sum-exp of forced blocks, ``[QUERIES * BLOCK_IH]``; infinite for no head.
-        key_row: packed row of the block's first key; all of its keys exist.
+        index: index queries, index keys, log-sum-exp of the forced blocks, strides, factor on the
+            products (base 2) and T. The log-sum-exp is None with one index head per key head.
+        key_head: index key head.
+        first_q: packed row of the sequence's first query.
+        row: first query of the tile.
+        end: number of queries.
         SIZES: see ``IndexSizes``.
+
+    Returns:
+        Tokens int64, index heads, mask and log-sum-exp ``[ROWS]``, infinite for no head; index
+        queries ``[ROWS, BLOCK_DI]``.
+    """
+    q_ptr, _, lse_ptr, stride_q, _, _, num_rows = index
+    r = tl.arange(0, SIZES.QUERIES * SIZES.BLOCK_IH)
+    query = row + r // SIZES.BLOCK_IH
+    inner = r % SIZES.BLOCK_IH
+    ok = (query < end) & (inner < SIZES.IH)
+    token = (first_q + query).to(tl.int64)
+    head = key_head * SIZES.IH + inner
+    lse = tl.where(inner < SIZES.IH, 0.0, float("inf"))
+    if lse_ptr is not None:
+        lse += tl.load(lse_ptr + head.to(tl.int64) * num_rows + token, mask=ok, other=0.0)
+    q_at = token * stride_q[0] + head * stride_q[1]
+    return token, inner, ok, lse, load_rows(q_ptr, q_at, ok, 1, SIZES.DI, SIZES.BLOCK_DI)
+
+
+@triton.jit
+def block_scores(index, key_head, q_idx, lse, key_row, SIZES: tl.constexpr):
+    """Scores of a block; for the arguments see ``load_index_queries`` and ``block_mass``.
 
     Returns:
         Logarithm of the score ``[QUERIES]`` and, by index head, ``[QUERIES * BLOCK_IH]``, weight of
         the head in the score and row of its largest product.
     """
+    _, k_ptr, _, _, stride_k, scale, _ = index
     ROWS: tl.constexpr = SIZES.QUERIES * SIZES.BLOCK_IH
     m = tl.full([ROWS], -float("inf"), tl.float32)
     m_at = tl.zeros([ROWS], tl.int32)
+    k_ptr += key_head * stride_k[1]
     for part in tl.static_range(SIZES.BLOCK_SIZE // SIZES.KEYS):
         n = tl.arange(0, SIZES.KEYS)
         row = key_row + part * SIZES.KEYS + n
-        stride = group.stride_k_idx[0]
-        k = load_rows(group.k_idx_ptr, row, n >= 0, stride, SIZES.DI, SIZES.BLOCK_DI)
-        s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * group.index_scale
+        k = load_rows(k_ptr, row, n >= 0, stride_k[0], SIZES.DI, SIZES.BLOCK_DI)
+        s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * scale
         m, m_at = find_largest(s, row, m, m_at)
-    m -= lse_idx
+    m -= lse
     score = log_sum(tl.reshape(m, [SIZES.QUERIES, SIZES.BLOCK_IH]), 1)
     return score, tl.exp2(m - spread(score, SIZES)), m_at
-
-
-@triton.jit
-def load_index_queries(
-    q_idx_ptr, lse_idx_ptr, first, row, end, key_head, num_rows, stride, SIZES: tl.constexpr
-):
-    """Index queries of a tile and their log-sum-exp, rows of queries by padded index heads.
-
-    Args:
-        q_idx_ptr: index queries.
-        lse_idx_ptr: log-sum-exp ``[Hi, T]``, base 2; None with one index head per key head.
-        first: packed row of the sequence's first query.
-        row: first query of the tile.
-        end: number of queries.
-        key_head: index key head.
-        num_rows: T.
-        stride: strides of tokens and heads.
-        SIZES: see ``IndexSizes``.
-
-    Returns:
-        Tokens int64, index heads, mask, log-sum-exp ``[ROWS]``, and queries ``[ROWS, BLOCK_DI]``.
-    """
-    r = tl.arange(0, SIZES.QUERIES * SIZES.BLOCK_IH)
-    query = row + r // SIZES.BLOCK_IH
-    index = r % SIZES.BLOCK_IH
-    ok = (query < end) & (index < SIZES.IH)
-    token = (first + query).to(tl.int64)
-    head = key_head * SIZES.IH + index
-    lse = tl.where(index < SIZES.IH, 0.0, float("inf"))
-    if lse_idx_ptr is not None:
-        lse_at = head.to(tl.int64) * num_rows + token
-        lse += tl.load(lse_idx_ptr + lse_at, mask=ok, other=0.0)
-    q_at = token * stride[0] + head * stride[1]
-    q_idx = load_rows(q_idx_ptr, q_at, ok, 1, SIZES.DI, SIZES.BLOCK_DI)
-    return token, index, ok, lse, q_idx
 
 
 @kernel(do_not_specialize=VARYING)
@@ -185,6 +153,17 @@ def index_loss_all_kernel(
     ROWS: tl.constexpr = QUERIES * SIZES.BLOCK_IH
     head_kv = tl.program_id(1)
     key_head = head_kv // (HKV // HKI)
+    attention = (q_ptr, k_ptr, lse_ptr, stride_q, stride_k, softmax_scale * LOG2_E, num_rows)
+    index = (
+        q_idx_ptr,
+        k_idx_ptr,
+        lse_idx_ptr,
+        stride_q_idx,
+        stride_k_idx,
+        index_scale * LOG2_E,
+        num_rows,
+    )
+    k_head = k_idx_ptr + key_head * stride_k_idx[1]
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, QUERIES)
     if sequence < num_sequences:
@@ -194,30 +173,9 @@ def index_loss_all_kernel(
         ok = row < num_q
         token = (first_q + row).to(tl.int64)
         own = (num_tokens - num_q + row) // BLOCK_SIZE
-        group = Group(
-            q_ptr + head_kv * SIZES.G * stride_q[1],
-            k_ptr + head_kv * stride_k[1],
-            lse_ptr + head_kv.to(tl.int64) * SIZES.G * num_rows,
-            k_idx_ptr + key_head * stride_k_idx[1],
-            stride_q,
-            stride_k,
-            stride_k_idx,
-            num_rows,
-            softmax_scale * LOG2_E,
-            index_scale * LOG2_E,
+        row_token, inner, row_ok, lse_idx, q_idx = load_index_queries(
+            index, key_head, first_q, tile * QUERIES, num_q, SIZES
         )
-        of_index = load_index_queries(
-            q_idx_ptr,
-            lse_idx_ptr,
-            first_q,
-            tile * QUERIES,
-            num_q,
-            key_head,
-            num_rows,
-            stride_q_idx,
-            SIZES,
-        )
-        row_token, index, row_ok, lse_idx, q_idx = of_index
         # Largest logarithm, and sums relative to it, of masses p and of scores a.
         p_max = tl.full([QUERIES], -1e30, tl.float32)
         a_max = tl.full([QUERIES], -1e30, tl.float32)
@@ -229,8 +187,8 @@ def index_loss_all_kernel(
         last = (num_tokens - num_q + tl.minimum((tile + 1) * QUERIES, num_q) - 1) // BLOCK_SIZE
         for j in tl.range(num_init, last - num_local + 1):
             key_row = first_key + j * BLOCK_SIZE
-            mass = block_mass(group, token, ok, key_row, SIZES)
-            score, weight, at = block_scores(group, q_idx, lse_idx, key_row, SIZES)
+            mass = block_mass(attention, head_kv, token, ok, key_row, SIZES)
+            score, weight, at = block_scores(index, key_head, q_idx, lse_idx, key_row, SIZES)
             ranked = j <= own - num_local
             new_p = tl.maximum(p_max, tl.where(ranked, mass, -1e30))
             new_a = tl.maximum(a_max, tl.where(ranked, score, -1e30))
@@ -242,7 +200,7 @@ def index_loss_all_kernel(
             a_sum = a_sum * a_less + a
             difference = difference * p_less + p * (mass - score)
             k = load_rows(  # keys of the largest products [ROWS, BLOCK_DI]
-                group.k_idx_ptr, at, row_ok, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI
+                k_head, at, row_ok, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI
             ).to(tl.float32)
             p_key = (
                 p_key * spread(p_less, SIZES)[:, None] + (spread(p, SIZES) * weight)[:, None] * k
@@ -263,7 +221,7 @@ def index_loss_all_kernel(
         norm_at += tl.full([], HKV, tl.int64) * num_rows
         tl.store(norm_ptr + norm_at, a_log, mask=ok)
         dq = a_key / spread(a_sum, SIZES)[:, None] - p_key / spread(p_sum, SIZES)[:, None]
-        out = (row_token * HKV + head_kv) * SIZES.IH + index
+        out = (row_token * HKV + head_kv) * SIZES.IH + inner
         d = tl.arange(0, BLOCK_DI)
         inside = row_ok[:, None] & (d < SIZES.DI)[None, :]
         tl.store(dq_ptr + out[:, None] * SIZES.DI + d[None, :], dq, mask=inside)
@@ -308,6 +266,16 @@ def index_loss_dk_kernel(
     BLOCK_SIZE: tl.constexpr = SIZES.BLOCK_SIZE
     BLOCK_DI: tl.constexpr = SIZES.BLOCK_DI
     key_head = tl.program_id(1)
+    attention = (q_ptr, k_ptr, lse_ptr, stride_q, stride_k, softmax_scale * LOG2_E, num_rows)
+    index = (
+        q_idx_ptr,
+        k_idx_ptr,
+        lse_idx_ptr,
+        stride_q_idx,
+        stride_k_idx,
+        index_scale * LOG2_E,
+        num_rows,
+    )
     sequence, j = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -319,36 +287,15 @@ def index_loss_dk_kernel(
         end = num_q if j >= num_init else first
         for shared in tl.range(0, SHARED):
             head_kv = key_head * SHARED + shared
-            group = Group(
-                q_ptr + head_kv * SIZES.G * stride_q[1],
-                k_ptr + head_kv * stride_k[1],
-                lse_ptr + head_kv.to(tl.int64) * SIZES.G * num_rows,
-                k_idx_ptr + key_head * stride_k_idx[1],
-                stride_q,
-                stride_k,
-                stride_k_idx,
-                num_rows,
-                softmax_scale * LOG2_E,
-                index_scale * LOG2_E,
-            )
             for start in tl.range(first, end, QUERIES):
                 row = start + tl.arange(0, QUERIES)
                 ok = row < num_q
                 token = (first_q + row).to(tl.int64)
-                of_index = load_index_queries(
-                    q_idx_ptr,
-                    lse_idx_ptr,
-                    first_q,
-                    start,
-                    num_q,
-                    key_head,
-                    num_rows,
-                    stride_q_idx,
-                    SIZES,
+                _, _, _, lse_idx, q_idx = load_index_queries(
+                    index, key_head, first_q, start, num_q, SIZES
                 )
-                _, _, _, lse_idx, q_idx = of_index
-                mass = block_mass(group, token, ok, key_row, SIZES)
-                score, weight, at = block_scores(group, q_idx, lse_idx, key_row, SIZES)
+                mass = block_mass(attention, head_kv, token, ok, key_row, SIZES)
+                score, weight, at = block_scores(index, key_head, q_idx, lse_idx, key_row, SIZES)
                 norm_at = head_kv.to(tl.int64) * num_rows + token
                 p_log = tl.load(norm_ptr + norm_at, mask=ok, other=0.0)
                 norm_at += tl.full([], HKV, tl.int64) * num_rows
