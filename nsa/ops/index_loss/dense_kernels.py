@@ -190,10 +190,10 @@ def index_loss_all_kernel(
             mass = block_mass(attention, head_kv, token, ok, key_row, SIZES)
             score, weight, at = block_scores(index, key_head, q_idx, lse_idx, key_row, SIZES)
             ranked = j <= own - num_local
-            new_p = tl.maximum(p_max, tl.where(ranked, mass, -1e30))
-            new_a = tl.maximum(a_max, tl.where(ranked, score, -1e30))
-            p = tl.where(ranked, tl.exp2(mass - new_p), 0.0)
-            a = tl.where(ranked, tl.exp2(score - new_a), 0.0)
+            new_p = tl.maximum(p_max, tl.where(ranked, mass, -float("inf")))
+            new_a = tl.maximum(a_max, tl.where(ranked, score, -float("inf")))
+            p = tl.exp2(tl.where(ranked, mass - new_p, -float("inf")))
+            a = tl.exp2(tl.where(ranked, score - new_a, -float("inf")))
             p_less, a_less = tl.exp2(p_max - new_p), tl.exp2(a_max - new_a)
             p_max, a_max = new_p, new_a
             p_sum = p_sum * p_less + p
