@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,10 @@ def run_loss(case: Case, head: Head) -> dict[str, Tensor]:
     """Sum, count and gradients, which queries and keys of the selected branch do not have."""
     tensors, ids = inputs_of(case, head)
     leaves = [leaf(x, case.dtype) for x in tensors]
-    given: list[Any] = [x if x is None else case.shaped(x) for x in (*leaves, ids)]
-    total, count = index_loss(*given, case.config, **case.offsets(case.inputs()))
+    q_idx, k_idx, q, k = (case.shaped(x) for x in leaves)
+    ids = None if ids is None else case.shaped(ids)
+    options = case.offsets(case.inputs())
+    total, count = index_loss(q_idx, k_idx, q, k, ids, case.config, **options)
     assert total.dtype == torch.promote_types(case.dtype, torch.float32)
     dq, dk, *others = torch.autograd.grad(total, leaves, allow_unused=True)
     assert others == [None, None]

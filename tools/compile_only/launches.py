@@ -68,11 +68,11 @@ def train_index(config: NSAConfig, dtype: torch.dtype) -> None:
     num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     q, k = (torch.zeros(64, heads, size, dtype=dtype) for heads in (num_heads, num_kv_heads))
     shapes = (64, 2 * num_kv_heads, 64), (64, num_kv_heads, 64)
-    leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    q_idx, k_idx = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     ids = torch.zeros(64, num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
     for block_indices in (ids, None):
-        total, _ = index_loss(*leaves, q, k, block_indices, config)
-        torch.autograd.grad(total, leaves)
+        total, _ = index_loss(q_idx, k_idx, q, k, block_indices, config)
+        torch.autograd.grad(total, [q_idx, k_idx])
 
 
 @contextmanager

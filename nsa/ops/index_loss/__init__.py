@@ -12,11 +12,19 @@ from nsa.ops._checks import check_block_indices, check_heads, scale_of
 from nsa.ops._operator import Call
 from nsa.ops._sequences import open_sequences, pack
 from nsa.ops.index_loss.ops import run_operator
+from nsa.ops.index_loss.recall import BlockRecall, block_recall
 from nsa.ops.index_loss.reference import index_loss_reference
 from nsa.ops.index_loss.types import IndexLoss, IndexLossInputs
 from nsa.stages import SELECTION, in_stage
 
-__all__ = ["IndexLoss", "IndexLossInputs", "index_loss", "run_index_loss"]
+__all__ = [
+    "BlockRecall",
+    "IndexLoss",
+    "IndexLossInputs",
+    "block_recall",
+    "index_loss",
+    "run_index_loss",
+]
 
 
 def index_loss(

@@ -52,7 +52,7 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
 
 def constants_of(inputs: IndexLossInputs, call: Call) -> dict[str, Any]:
     """Strides, factors and sizes as kernel constants."""
-    strides = zip(("q_idx", "k_idx", "q", "k"), inputs, strict=False)
+    strides = zip(("q_idx", "k_idx", "q", "k"), inputs[:4], strict=True)
     sizes = sizes_of(inputs, call)
     is_large = max(sizes.BLOCK_D, sizes.BLOCK_DI) > 128
     needs_warps = is_large or inputs.q.element_size() > 2  # products need many registers

@@ -64,7 +64,7 @@ def _backward(dout: Tensor, state: list[Tensor], *flat: Any) -> list[Tensor]:
         return [torch.zeros_like(x) for x in inputs[:2]]
     from nsa.ops.index_loss.launch import backward
 
-    return backward(inputs, call, dout, state)
+    return [*backward(inputs, call, dout, state)]
 
 
 def _fake_backward(dout: Tensor, state: list[Tensor], *flat: Any) -> list[Tensor]:
@@ -106,5 +106,5 @@ index_loss_backward_op = register(
 
 def run_operator(inputs: IndexLossInputs, call: Call) -> IndexLoss:
     """Run the operator on packed, validated inputs."""
-    total, count, *_ = index_loss_op(*inputs, *call.flat())
-    return IndexLoss(total, count)
+    total, num_terms, *_ = index_loss_op(*inputs, *call.flat())
+    return IndexLoss(total, num_terms)

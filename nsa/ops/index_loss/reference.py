@@ -18,6 +18,11 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.index_loss.types import IndexLoss, IndexLossInputs
 
 
+def is_forced(block: Tensor, own: Tensor, config: NSAConfig) -> Tensor:
+    """Whether blocks are always selected, given the queries' own blocks; bool, broadcast."""
+    return (block < config.num_init_blocks) | (block > own - config.num_local_blocks)
+
+
 def blocks_of(
     block_indices: Tensor | None, config: NSAConfig, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
@@ -30,14 +35,14 @@ def blocks_of(
     block = torch.arange(num_blocks, device=sequences.cu_q.device)
     own = (padded_positions(sequences) // config.block_size)[:, None, :, None]
     visible = block <= own
-    forced = (block < config.num_init_blocks) | (block > own - config.num_local_blocks)
+    forced = visible & is_forced(block, own, config)
     if block_indices is None:
-        return visible, visible & forced
+        return visible, forced
     ids = pad(block_indices.long(), sequences.cu_q, sequences.max_q).transpose(1, 2)
     # Absent ids go to an extra column.
     column = torch.where((ids >= 0) & (ids <= own), ids, num_blocks)
     attended = torch.zeros(*ids.shape[:3], num_blocks + 1, dtype=torch.bool, device=ids.device)
-    return attended.scatter(-1, column, True)[..., :-1] & visible, visible & forced
+    return attended.scatter(-1, column, True)[..., :-1], forced
 
 
 def scores_by_block(

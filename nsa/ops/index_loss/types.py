@@ -31,9 +31,9 @@ class IndexLoss(NamedTuple):
 
     Attributes:
         total: sum of the divergences, nats, fp32 scalar (fp64 for fp64 inputs).
-        count: number of pairs of query and KV head in the sum, int64 scalar. The loss is the
-            quotient of the sums over micro-batches and ranks.
+        num_terms: number of pairs of query and KV head in the sum, int64 scalar. The loss is the
+            quotient of the sums of both over micro-batches and ranks.
     """
 
     total: Tensor
-    count: Tensor
+    num_terms: Tensor
