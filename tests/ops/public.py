@@ -47,6 +47,7 @@ from nsa.testing.sampled import (
     sampled_values,
 )
 from tests.ops.cases import make_batch
+from tests.ops.index_loss import check_index_loss
 from tests.ops.whole import phi_parameters
 
 # The selected branch with each of its algorithms.
@@ -562,5 +563,6 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "statistics": check_statistics,
     "project": check_project,
     "embed": check_embed,
+    "index_loss": check_index_loss,
     **{name: partial(check_run, name) for name in RUNS},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nsa import NSAConfig, Rope, native_sparse_attention
 from nsa.ops._plan import PLANS
 from nsa.testing import measure
 from nsa.testing.budget import FLOOR
+from tests.ops.index_loss import check_index_loss
 from tests.ops.public import (
     RUNS,
     Case,
@@ -87,6 +89,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
         check_embed(case)
         for other in (case, *more):
             check_compress(other)
+        check_index_loss(dataclasses.replace(case, lengths_k=(70, 3)))
     return recorder.calls
 
 

@@ -21,6 +21,7 @@ from nsa import NativeSparseAttention, NSACache, NSAConfig, combine
 from nsa.ops._backend import as_on_gpu
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
+from nsa.ops.index_loss import index_loss
 from nsa.ops.linear import Linear
 from nsa.ops.statistics import new_statistics
 from nsa.testing import packed_offsets
@@ -50,7 +51,7 @@ def attention(
 
 
 def attend(config: NSAConfig, dtype: torch.dtype, longest: int | None) -> None:
-    """Launch the kernels of a layer, gated sum and embedding, with backward, and of the update."""
+    """Launch the kernels of a layer, gated sum, embedding, update and index loss, with backward."""
     heads = torch.zeros(64, config.num_heads, config.value_dim, dtype=dtype, requires_grad=True)
     cmp, slc, win = (heads if name in config.branches else None for name in ("cmp", "slc", "win"))
     table = torch.zeros(40, config.num_heads * config.head_dim, dtype=dtype, requires_grad=True)
@@ -61,6 +62,19 @@ def attend(config: NSAConfig, dtype: torch.dtype, longest: int | None) -> None:
         gradients = [torch.zeros_like(x) for x in outputs]
         torch.autograd.grad(outputs, [*leaves, heads, table], gradients, allow_unused=True)
         run_update()
+        train_index(config, dtype)
+
+
+def train_index(config: NSAConfig, dtype: torch.dtype) -> None:
+    """Launch the loss of two index heads per group, over selected and over all blocks."""
+    num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    q, k = (torch.zeros(64, heads, size, dtype=dtype) for heads in (num_heads, num_kv_heads))
+    shapes = (64, 2 * num_kv_heads, 64), (64, num_kv_heads, 64)
+    q_idx, k_idx = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    ids = torch.zeros(64, num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
+    for block_indices in (ids, None):
+        total, _ = index_loss(q_idx, k_idx, q, k, block_indices, config)
+        torch.autograd.grad(total, [q_idx, k_idx])
 
 
 @contextmanager

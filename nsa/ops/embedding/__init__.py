@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,13 +10,7 @@ from torch.nn import functional
 
 from nsa.errors import check
 from nsa.ops._backend import choose_backend
-from nsa.ops._plan import once
 from nsa.ops._register import register
-
-BLOCK_ROWS = 16
-BLOCK_COLUMNS = 256
-# Maximum number of occurrences of one token that one program sums.
-PIECE = 64
 
 
 def _forward(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -25,39 +18,11 @@ def _forward(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _backward(dout: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient ``[num_rows, width]`` of the table from that of its rows ``[*tokens.shape, width]``.
+    """Gradient ``[num_rows, width]`` of the table from that of its rows."""
+    from nsa.ops._triton.sums import sum_by_index
 
-    The occurrences of a token are split into pieces of ``PIECE``, so that several programs share a
-    frequent token: the first launch sums each piece, the second the pieces of each token.
-    """
-    from nsa.ops._layout import cdiv
-    from nsa.ops._triton.kernel import Launch
-    from nsa.ops.embedding.kernels import sum_rows_kernel
-
-    dout, tokens = dout.flatten(0, -2).contiguous(), tokens.flatten()
-    num_tokens, width = dout.shape
-    ordered, order = torch.sort(tokens, stable=True)
-    rows = torch.arange(num_rows + 1, dtype=tokens.dtype, device=dout.device)
-    begin = torch.searchsorted(ordered, rows)
-    num_pieces = (begin.diff() + PIECE - 1) // PIECE
-    pieces_before = functional.pad(num_pieces.cumsum(0), (1, 0))
-    # Upper bound by shapes alone, so that the host does not synchronize; surplus pieces are empty.
-    most_pieces = min(num_rows, num_tokens) + num_tokens // PIECE
-    piece = torch.arange(most_pieces, device=dout.device)
-    owner = torch.searchsorted(pieces_before[1:], piece, right=True)
-    start = torch.clamp(begin[owner] + PIECE * (piece - pieces_before[owner]), max=num_tokens)
-    stop = torch.minimum(start + PIECE, begin[torch.clamp(owner + 1, max=num_rows)])
-    partial = dout.new_empty(most_pieces, width, dtype=torch.float32)
-    dweight = dout.new_empty(num_rows, width)
-    for x, order_of_x, first, last, out in (
-        (dout, order, start, stop, partial),
-        (partial, None, pieces_before[:-1], pieces_before[1:], dweight),
-    ):
-        if out.numel():
-            grid = (out.shape[0], cdiv(width, BLOCK_COLUMNS))
-            sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": BLOCK_COLUMNS, "num_warps": 4}
-            launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
-            launch(x, order_of_x, first, last, out, width)
+    dweight = dout.new_empty(num_rows, dout.shape[-1])
+    sum_by_index(dout.flatten(0, -2).contiguous(), tokens.flatten(), dweight)
     return dweight
 
 

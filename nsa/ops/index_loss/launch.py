@@ -1,0 +1,194 @@
+"""Launchers of the loss of an index head. No autograd; only index limits are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops._checks import check_keys, check_numbers, check_queries
+from nsa.ops._layout import block_of, next_power_of_2, rows
+from nsa.ops._operator import Call
+from nsa.ops._plan import once
+from nsa.ops._triton.kernel import Launch
+from nsa.ops._triton.sums import sum_by_index, sum_rows
+from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
+from nsa.ops.index_loss.kernels import IndexSizes, index_loss_kernel, token_lse_kernel
+from nsa.ops.index_loss.types import IndexLossInputs
+
+# Bytes of keys in one product, and rows (queries by index heads) of a tile of two-byte elements.
+PRODUCT_BYTES = 32 * 1024
+TILE_ROWS = 64
+
+
+def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
+    """Constants of all kernels."""
+    q_idx, k_idx, q, k, block_indices = inputs
+    block_size, element_size = call.config.block_size, q.element_size()
+    group_size, index_heads = q.shape[1] // k.shape[1], q_idx.shape[1] // k_idx.shape[1]
+    slots = 0 if block_indices is None else block_indices.shape[-1]
+    columns = block_of(q.shape[2]), block_of(q_idx.shape[2])
+    pad_heads = block_of if slots else next_power_of_2  # rows of queries by index heads are many
+    index_rows = pad_heads(index_heads)
+    return IndexSizes(
+        HKV=k.shape[1],
+        G=group_size,
+        HKI=k_idx.shape[1],
+        IH=index_heads,
+        D=q.shape[2],
+        DI=q_idx.shape[2],
+        BLOCK_D=columns[0],
+        BLOCK_DI=columns[1],
+        N=slots,
+        BLOCK_SIZE=block_size,
+        KEYS=min(block_size, max(PRODUCT_BYTES // (max(columns) * element_size), 16)),
+        QUERIES=max(16, TILE_ROWS // index_rows if element_size == 2 else 0),
+        BLOCK_G=block_of(group_size),
+        BLOCK_IH=index_rows,
+        BLOCK_N=next_power_of_2(max(slots, 1)),
+    )
+
+
+def constants_of(inputs: IndexLossInputs, call: Call) -> dict[str, Any]:
+    """Strides, factors and sizes as kernel constants."""
+    strides = zip(("q_idx", "k_idx", "q", "k"), inputs[:4], strict=True)
+    sizes = sizes_of(inputs, call)
+    is_large = max(sizes.BLOCK_D, sizes.BLOCK_DI) > 128
+    needs_warps = is_large or inputs.q.element_size() > 2  # products need many registers
+    return {
+        **{f"stride_{name}": x.stride() for name, x in strides},
+        "index_scale": inputs.q_idx.shape[2] ** -0.5,
+        "softmax_scale": call.softmax_scale,
+        "num_init": call.config.num_init_blocks,
+        "num_local": call.config.num_local_blocks,
+        "SIZES": sizes,
+        "num_warps": 8 if needs_warps else 4,
+        "num_stages": 1 if is_large else 2,
+    }
+
+
+def read(inputs: IndexLossInputs) -> IndexLossInputs:
+    """Check that the kernels can number everything; return the inputs in the layout they read."""
+    q_idx, k_idx, q, k, block_indices = inputs
+    for x in (q_idx, q):
+        check_queries(x)
+    for name, x in (("k_idx", k_idx), ("k", k)):
+        check_keys(name, x)
+    check_numbers("k_idx", k_idx.shape[0] * k_idx.shape[1], "rows (tokens times heads)")
+    if block_indices is not None:
+        block_indices = block_indices.contiguous()
+    return IndexLossInputs(rows(q_idx), rows(k_idx), rows(q), rows(k), block_indices)
+
+
+def token_lse(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, inputs: IndexLossInputs, call: Call
+) -> None:
+    """Write the log-sum-exp over the visible tokens, base 2, fp32 ``[H, T]``.
+
+    For the index queries only tokens of forced blocks count.
+    """
+    sequences, config = call.sequences, call.config
+
+    def plan() -> Launch:
+        sizes = sizes_of(inputs, call)
+        tiles = sequences.num_tiles(q.shape[0], sizes.QUERIES, sequences.len_q)
+        return Launch(
+            token_lse_kernel,
+            (tiles, q.shape[1]),
+            stride_q=q.stride(),
+            stride_k=k.stride(),
+            scale=scale,
+            num_init=config.num_init_blocks,
+            num_local=config.num_local_blocks,
+            G=q.shape[1] // k.shape[1],
+            D=q.shape[2],
+            BLOCK_D=block_of(q.shape[2]),
+            BLOCK_SIZE=config.block_size,
+            QUERIES=sizes.QUERIES,
+            KEYS=sizes.KEYS,
+            FORCED=q is inputs.q_idx,
+            num_warps=4,
+        )
+
+    once(plan)(q, k, lse, *sequences.arguments(), q.shape[0])
+
+
+def over_queries(kernel: Any, inputs: IndexLossInputs, call: Call) -> Launch:
+    """Launch of a kernel of the loss, with one program per query or tile of them and KV head."""
+    constants, sequences = constants_of(inputs, call), call.sequences
+    queries = constants["SIZES"].QUERIES if inputs.block_indices is None else 1
+    tiles = sequences.num_tiles(inputs.q.shape[0], queries, sequences.len_q)
+    return Launch(kernel, (tiles, inputs.k.shape[1]), **constants)
+
+
+def forward(
+    inputs: IndexLossInputs, call: Call, loss: Tensor, counts: Tensor, state: list[Tensor]
+) -> None:
+    """Write loss and number of ranked blocks ``[T, Hkv]``, and ``state``, see ``new_state``."""
+    q_idx, k_idx, q, k, block_indices = inputs = read(inputs)
+    lse_idx: Tensor | None = None
+    if q_idx.shape[1] > k_idx.shape[1]:  # with one index head it cancels
+        lse_idx = state[-1]
+        token_lse(q_idx, k_idx, lse_idx, q_idx.shape[2] ** -0.5, inputs, call)
+    numbers = (*call.sequences.arguments(), q.shape[0])
+    results = (loss, counts, *state[:2])
+    if block_indices is not None:
+        launch = once(lambda: over_queries(index_loss_kernel, inputs, call))
+        launch(q_idx, k_idx, q, k, block_indices, lse_idx, *results, *numbers)
+        return
+    token_lse(q, k, state[2], call.softmax_scale, inputs, call)
+    launch = once(lambda: over_queries(index_loss_all_kernel, inputs, call))
+    launch(q_idx, k_idx, q, k, state[2], lse_idx, *results, *numbers)
+
+
+def backward(
+    inputs: IndexLossInputs, call: Call, dout: Tensor, state: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the index queries and keys.
+
+    Args:
+        inputs: inputs of the forward.
+        call: its other arguments.
+        dout: gradient of the sum of the losses, fp32 scalar.
+        state: see ``new_state``.
+    """
+    q_idx, k_idx, _, _, block_indices = inputs = read(inputs)
+    (num_q, num_heads, index_dim), num_key_heads = q_idx.shape, k_idx.shape[1]
+    factor = dout * index_dim**-0.5
+    dk = k_idx.new_zeros(k_idx.shape)
+    if block_indices is None:
+        shared = inputs.k.shape[1] // num_key_heads
+        by_group = state[0].view(num_q, num_key_heads, shared, -1, index_dim)
+        dq = (by_group.sum(2) * factor).to(q_idx.dtype).view(q_idx.shape)
+        _key_gradient(inputs, call, dout, state, dk)
+        return dq, dk
+    slope, row = state[:2]
+    weight, slots = (slope * factor).flatten(), slope.shape[2]
+    dq = q_idx.new_empty(q_idx.shape)
+    first = torch.arange(num_q * num_heads, device=dq.device) * slots
+    columns = block_of(index_dim)
+    options: dict[str, Any] = {"weight": weight, "block_columns": columns}
+    out = dq.view(-1, index_dim)
+    keys, queries = (x.contiguous().view(-1, index_dim) for x in (k_idx, q_idx))
+    sum_rows(keys, first, first + slots, out, source=row.flatten(), **options)
+    sum_by_index(queries, row.flatten(), dk.view(-1, index_dim), each=slots, **options)
+    return dq, dk
+
+
+def _key_gradient(
+    inputs: IndexLossInputs, call: Call, dout: Tensor, state: list[Tensor], dk: Tensor
+) -> None:
+    """Write the gradient of the index keys if all blocks are attended to."""
+    q_idx, k_idx, q, k, _ = inputs
+    _, norm, lse, *lse_idx = state
+
+    def plan() -> Launch:
+        block_size, sequences = call.config.block_size, call.sequences
+        blocks = sequences.num_tiles(k.shape[0], block_size, sequences.len_k)
+        constants = constants_of(inputs, call)
+        return Launch(index_loss_dk_kernel, (blocks, k_idx.shape[1]), **constants)
+
+    numbers = (*call.sequences.arguments(), q.shape[0])
+    of_index = lse_idx[0] if lse_idx else None
+    once(plan)(q_idx, k_idx, q, k, lse, of_index, norm, dout, dk, *numbers)

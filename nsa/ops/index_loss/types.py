@@ -1,0 +1,39 @@
+"""Inputs and results of the loss of an index head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class IndexLossInputs(NamedTuple):
+    """Inputs of the loss.
+
+    Attributes:
+        q_idx: index queries ``[T, Hi, Di]``.
+        k_idx: index keys ``[S, Hki, Di]``, one head per KV head or one for all. The Hi / Hki index
+            queries of a key head belong to it, in order.
+        q: queries of the selected branch ``[T, Hq, D]``.
+        k: keys of the selected branch ``[S, Hkv, D]``.
+        block_indices: blocks that the selected branch attends to, ``[T, Hkv, n]``; None means all.
+    """
+
+    q_idx: Tensor
+    k_idx: Tensor
+    q: Tensor
+    k: Tensor
+    block_indices: Tensor | None
+
+
+class IndexLoss(NamedTuple):
+    """Loss of an index head over all queries and KV heads that have a block to rank.
+
+    Attributes:
+        total: sum of the divergences, nats, fp32 scalar (fp64 for fp64 inputs).
+        num_terms: number of pairs of query and KV head in the sum, int64 scalar. The loss is the
+            quotient of the sums of both over micro-batches and ranks.
+    """
+
+    total: Tensor
+    num_terms: Tensor

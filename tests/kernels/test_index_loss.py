@@ -1,0 +1,82 @@
+"""Kernels of the loss of an index head, in the interpreter, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nsa.ops.index_loss import index_loss, launch
+from tests.kernels.test_operators import heads
+from tests.ops.cases import leaf
+from tests.ops.index_loss import Head, check_index_loss, inputs_of, run_loss
+from tests.ops.public import Case
+from tests.ops.registration import Recorder, check_operator
+
+CASES: dict[str, tuple[Case, Head]] = {
+    "G 1": (Case(heads(1, 2), (84, 1, 0, 37), (30, 1, 0, 9)), Head()),
+    "G 6": (Case(heads(6, 2), (70,), (20,)), Head(2)),
+    "shared, 3 heads": (Case(heads(2, 2), (90, 33), (30, 1)), Head(3, shared=True)),
+    "dense": (Case(heads(2, 2), (66, 66), dense=True), Head()),
+    "Di 32, D 48": (Case(heads(2, head_dim=48), (90,), (30,)), Head(dim=32)),
+    "Di 128, repeated": (Case(heads(2), (90,), (30,)), Head(2, dim=128, repeats=True)),
+    "n 20": (Case(heads(2, num_selected_blocks=20), (340,), (20,)), Head(2)),
+    **{
+        f"forced {init} {local}": (
+            Case(heads(2, num_init_blocks=init, num_local_blocks=local), (100, 33), (30, 5)),
+            Head(2),
+        )
+        for init, local in ((0, 1), (2, 2))
+    },
+    **{
+        f"l' {size}": (Case(heads(2, block_size=size), (6 * size + 5,), (20,)), Head(2))
+        for size in (32, 128)
+    },
+    "fp16": (Case(heads(3), (70,), (20,), dtype=torch.float16), Head(2)),
+    "no block to rank": (Case(heads(3), (48, 20), (9, 9)), Head()),
+}
+
+
+@pytest.mark.parametrize("selected", [True, False], ids=["selected", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_index_loss(name, selected):
+    case, head = CASES[name]
+    check_index_loss(case, head._replace(selected=selected))
+
+
+@pytest.mark.parametrize("selected", [True, False], ids=["selected", "all"])
+def test_products_with_a_part_of_a_block(selected, monkeypatch):
+    monkeypatch.setattr(launch, "PRODUCT_BYTES", 0)
+    case = Case(heads(2, block_size=64), (330,), (9,))
+    check_index_loss(case, Head(2, selected=selected))
+
+
+def sum_of(case: Case, head: Head, function: Any) -> list[torch.Tensor]:
+    tensors, ids = inputs_of(case, head)
+    leaves = [leaf(x, case.dtype) for x in tensors[:2]]
+    total, _ = function(*leaves, *tensors[2:], ids, case.config, **case.offsets(case.inputs()))
+    return [total.detach(), *torch.autograd.grad(0.5 * total, leaves)]
+
+
+@pytest.mark.parametrize("selected", [True, False], ids=["selected", "all"])
+def test_compiled_and_recomputed(selected):
+    """The same bits in a compiled graph and with activation checkpointing."""
+    case, head = Case(heads(2), (70, 3), (12, 3)), Head(2, selected=selected)
+    compiled = torch.compile(index_loss, fullgraph=True, backend="aot_eager")
+    expected = sum_of(case, head, index_loss)
+
+    def recomputed(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(index_loss, *arguments, use_reentrant=False, **named)
+
+    for function in (compiled, recomputed):
+        assert all(map(torch.equal, sum_of(case, head, function), expected))
+
+
+def test_operators_over_all_blocks():
+    with Recorder() as recorder:
+        run_loss(Case(heads(2), (70, 3), (9, 3)), Head(2, selected=False))
+    assert len(recorder.calls) == 2
+    for name, call in recorder.calls.items():
+        check_operator(name, call)
