@@ -13,12 +13,16 @@ from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.sums import sum_by_index, sum_rows
+from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
 from nsa.ops.index_loss.kernels import IndexSizes, index_loss_kernel, token_lse_kernel
 from nsa.ops.index_loss.types import IndexLossInputs
 
-# Bytes of keys in one product, and rows (queries by index heads) of a tile of two-byte elements.
-PRODUCT_BYTES = 32 * 1024
+# Most keys in one product, and their most bytes; rows (queries by index heads) of a tile of
+# two-byte elements. These sizes are not timed. With them nothing spills up to head size 128 in two
+# bytes with blocks of at most 64 tokens.
+PRODUCT_KEYS = 64
+PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
 
 
@@ -42,7 +46,7 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
         BLOCK_DI=columns[1],
         N=slots,
         BLOCK_SIZE=block_size,
-        KEYS=min(block_size, max(PRODUCT_BYTES // (max(columns) * element_size), 16)),
+        KEYS=min(block_size, PRODUCT_KEYS, max(PRODUCT_BYTES // (max(columns) * element_size), 16)),
         QUERIES=max(16, TILE_ROWS // index_rows if element_size == 2 else 0),
         BLOCK_G=block_of(group_size),
         BLOCK_IH=index_rows,
@@ -54,8 +58,6 @@ def constants_of(inputs: IndexLossInputs, call: Call) -> dict[str, Any]:
     """Strides, factors and sizes as kernel constants."""
     strides = zip(("q_idx", "k_idx", "q", "k"), inputs[:4], strict=True)
     sizes = sizes_of(inputs, call)
-    is_large = max(sizes.BLOCK_D, sizes.BLOCK_DI) > 128
-    needs_warps = is_large or inputs.q.element_size() > 2  # products need many registers
     return {
         **{f"stride_{name}": x.stride() for name, x in strides},
         "index_scale": inputs.q_idx.shape[2] ** -0.5,
@@ -63,9 +65,16 @@ def constants_of(inputs: IndexLossInputs, call: Call) -> dict[str, Any]:
         "num_init": call.config.num_init_blocks,
         "num_local": call.config.num_local_blocks,
         "SIZES": sizes,
-        "num_warps": 8 if needs_warps else 4,
-        "num_stages": 1 if is_large else 2,
+        **options_of(sizes, inputs.q.element_size()),
     }
+
+
+def options_of(sizes: IndexSizes, element_size: int) -> dict[str, int]:
+    """Launch options of the kernels, more warps for tiles that need many registers."""
+    is_large = max(sizes.BLOCK_D, sizes.BLOCK_DI) > 128
+    if is_large or element_size > 2 or sizes.BLOCK_SIZE > 64:
+        return {"num_warps": 8, "num_stages": 1 if is_large else 2, "maxnreg": MOST_REGISTERS}
+    return {"num_warps": 4, "num_stages": 2}
 
 
 def read(inputs: IndexLossInputs) -> IndexLossInputs:
@@ -108,7 +117,7 @@ def token_lse(
             QUERIES=sizes.QUERIES,
             KEYS=sizes.KEYS,
             FORCED=q is inputs.q_idx,
-            num_warps=4,
+            **options_of(sizes, q.element_size()),
         )
 
     once(plan)(q, k, lse, *sequences.arguments(), q.shape[0])
