@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nsa.ops._sequences import Sequences
     from nsa.ops.combination import combine
     from nsa.ops.compression import PhiWeights, compress, compressed_positions
+    from nsa.ops.index_loss import index_loss
     from nsa.ops.range import compressed_attention, window_attention
     from nsa.ops.selected import selected_attention
     from nsa.ops.selection import blocks_to_ranges, select_blocks
@@ -36,6 +37,7 @@ __all__ = [
     "compress",
     "compressed_attention",
     "compressed_positions",
+    "index_loss",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
@@ -49,6 +51,7 @@ _HOMES = (
     "module",
     "ops.combination",
     "ops.compression",
+    "ops.index_loss",
     "ops.range",
     "ops.selected",
     "ops.selection",

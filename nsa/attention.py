@@ -24,14 +24,14 @@ from nsa.ops._checks import (
 from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
-from nsa.ops.attention import BranchInputs, run_attention
+from nsa.ops.attention import AttentionResult, BranchInputs, run_attention
 from nsa.ops.compression import PhiWeights, Raw, check_weights, run_compress
 from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
 # Called with the gates [T, Hq, 3] and the block indices [T, Hkv, n] (None if slc is disabled).
-Observer = Callable[[Tensor, Tensor | None], None]
+Observer = Callable[["AttentionInputs", Tensor | None], None]
 
 
 class AttentionInputs(NamedTuple):
@@ -156,7 +156,7 @@ def native_sparse_attention(
     *packed, q_idx, k_idx = (None if x is None else pack(x) for x in given)
     inputs = AttentionInputs._make((*packed, phi, q_cmp, q_idx, k_idx))
     call = Call(config, sequences, scale_of(config, softmax_scale))
-    return sequences.restore(attend(inputs, call, rope=rope, backend=backend))
+    return sequences.restore(attend(inputs, call, rope=rope, backend=backend).out)
 
 
 def attend(
@@ -167,7 +167,7 @@ def attend(
     statistics: Tensor | None = None,
     observer: Observer | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> AttentionResult:
     """:func:`native_sparse_attention` for packed inputs that have been validated.
 
     Args:
@@ -176,11 +176,11 @@ def attend(
         rope: rotates the compressed keys.
         statistics: tensor from :func:`nsa.ops.statistics.new_statistics`, to which statistics of
             the gates and the selected blocks are added on the device.
-        observer: called with the gates and the selected blocks that were used.
+        observer: called with the inputs and the selected blocks that were used.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
-        ``[T, Hq, Dv]`` in the dtype of ``q``.
+        The output ``[T, Hq, Dv]`` in the dtype of ``q``, and the selected blocks.
     """
     config = call.config
     backend = choose_backend(backend, inputs.q)
@@ -196,8 +196,8 @@ def attend(
         seen = (inputs.gates, result.block_indices, result.tile_stats)
         add_statistics(statistics, *seen, threshold, config, call.sequences, backend)
     if observer is not None:
-        observer(inputs.gates, result.block_indices)
-    return result.out
+        observer(inputs, result.block_indices)
+    return result
 
 
 def compress_inputs(

@@ -82,9 +82,8 @@ class NSAConfig:
             ``index`` the same of small queries and keys that are projected for the scores alone;
             ``random`` are hashes, a control for experiments that selects without content.
         index_heads: index queries per KV head, 1 to 64; the ``index_*`` fields are read with scores
-            ``index`` only. No gradient flows through the selection: without a loss of their own the
-            index projections get gradients of zero and keep their initial values, up to weight
-            decay.
+            ``index`` only. No gradient flows through the selection: without the loss of an index
+            (:func:`nsa.index_loss`) its projections keep their initial values, up to weight decay.
         index_dim: size of an index query and key: a multiple of 16 from 16 to 256.
         index_keys: ``group`` projects one index key and ``index_heads`` queries for each KV head,
             ``shared`` one key and ``index_heads`` queries in all, by which all KV heads select the

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,11 @@ from nsa.attention import AttentionInputs, Observer, Phi, attend
 from nsa.cache import LayerCache
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check, fail
+from nsa.ops._backend import choose_backend
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.compression import PhiWeights, compress, compressed_positions
+from nsa.ops.index_loss import IndexLoss, IndexLossInputs, Ranked, run_index_loss
 from nsa.ops.projection import Columns, Gates, Heads, activate, project
 from nsa.ops.range import compressed_attention
 from nsa.ops.selection import select_blocks
@@ -201,16 +205,24 @@ class ProjectedAttention(nn.Module):
     ) -> list[Tensor]:
         plain = self.plain_weights()
         if plain is None:
-            product = torch.cat([module(x) for module in self.projections.values()], dim=-1)
-            return self.split(product, None, sequences, before)
+            calls: Iterable[Callable[[Tensor], Tensor]] = self.projections.values()
+            return self.split(self._each(x, calls), None, sequences, before)
         weights, bias = plain
         if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
             rule = f"have the dtype of the weights ({weights[0].dtype}), or run under autocast"
             fail("x", rule, x.dtype)
         if self.config.qk_norm:
-            product = nn.functional.linear(x, torch.cat(weights))
+            if any(self.columns.detached):
+                product = self._each(x, [partial(nn.functional.linear, weight=w) for w in weights])
+            else:
+                product = nn.functional.linear(x, torch.cat(weights))
             return self.split(product, bias, sequences, before)
         return project(x, weights, bias, self.columns, sequences, self.rope, before=before)
+
+    def _each(self, x: Tensor, calls: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+        """Products of one projection after the other, side by side."""
+        parts = zip(calls, self.columns.detached, strict=False)
+        return torch.cat([call(x.detach() if cut else x) for call, cut in parts], dim=-1)
 
     def split(
         self,
@@ -254,7 +266,8 @@ class NativeSparseAttention(ProjectedAttention):
     other scores there are no compressed keys, and nothing is frozen.
 
     With scores ``index`` there are projections of index queries and keys, which ``qk_norm`` does
-    not normalise. Their gradients are zero.
+    not normalise. The selection has no gradient: they learn from the loss that :meth:`forward`
+    returns for ``index_loss``, whose gradient reaches nothing else.
     """
 
     # Projections; a pattern has those that it needs.
@@ -335,7 +348,8 @@ class NativeSparseAttention(ProjectedAttention):
                 setattr(self, key, self._linear(self.width, number * size))
                 rotated = name in ("q", "k", "k_slc", "k_win", *index)
                 outputs = (False, True) if name in raw else (rotated,)
-                parts.append(Heads(number, size, outputs, of.rotary_dim if name in index else None))
+                rotary = of.rotary_dim if name in index else None
+                parts.append(Heads(number, size, outputs, rotary, name in index))
                 self._outputs += [f"{name}_raw", name] if name in raw else [name]
         return parts
 
@@ -361,7 +375,8 @@ class NativeSparseAttention(ProjectedAttention):
         attention_mask: Tensor | None = None,
         sequences: Sequences | None = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
+        index_loss: Ranked | None = None,
+    ) -> Any:
         """Attend.
 
         Args:
@@ -378,18 +393,27 @@ class NativeSparseAttention(ProjectedAttention):
                 :meth:`nsa.Sequences.with_blocks`, index tensors are computed only once.
             cache: decode cache; ``x`` then contains the tokens after the cached ones, which are
                 appended to the cache. No gradient is recorded.
+            index_loss: also return the loss of the index (scores ``index``) over the ``selected``
+                blocks or ``all`` of them, see :func:`nsa.index_loss`.
 
         Returns:
-            The layer's output, shaped like ``x``.
+            The layer's output, shaped like ``x``; with ``index_loss`` also the loss.
 
         Raises:
-            ValueError: shapes or offsets do not match.
+            ValueError: shapes or offsets do not match; ``index_loss`` without an index or with a
+                cache.
         """
+        if index_loss is not None:
+            known = get_args(Ranked)
+            check(index_loss in known, "index_loss", f"be one of {known}", index_loss)
+            fits = self.config.has_index and cache is None
+            check(fits, "index_loss", "be None without scores index, or with a cache", index_loss)
         packed, sequences = open_layer_input(
             x, self.width, cu_seqlens, max_seqlen, attention_mask, sequences
         )
         if cache is None:
-            return self._attend(packed, sequences).view(x.shape)
+            out, loss = self._attend(packed, sequences, index_loss)
+            return out.view(x.shape) if loss is None else (out.view(x.shape), loss)
         rule = "be a layer's cache, such as NSACache(...).layers[0], or None"
         check(isinstance(cache, LayerCache), "cache", rule, type(cache).__name__)
         check(attention_mask is None, "attention_mask", "be left out with a cache", "a tensor")
@@ -441,18 +465,30 @@ class NativeSparseAttention(ProjectedAttention):
         _, lse = compressed_attention(q, k_cmp, None, config, **rest)
         return select_blocks(q, k_cmp, lse, config, **rest)
 
-    def _attend(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The layer's output ``[T, width]`` for packed and checked tokens."""
+    def _attend(
+        self, x: Tensor, sequences: Sequences, ranked: Ranked | None
+    ) -> tuple[Tensor, IndexLoss | None]:
+        """The layer's output ``[T, width]`` for packed and checked tokens, and the index's loss."""
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
-        out = attend(
-            self.attention_inputs(self._project(x, sequences), x),
+        inputs = self.attention_inputs(self._project(x, sequences), x)
+        result = attend(
+            inputs,
             call,
             rope=self.rope,
             statistics=self.statistics,
             observer=self.observer,
         )
+        loss = None
+        if ranked is not None:
+            q_idx, k_idx, k = inputs.q_idx, inputs.k_idx, inputs.k_slc
+            assert q_idx is not None
+            assert k_idx is not None
+            assert k is not None
+            blocks = result.block_indices if ranked == "selected" else None
+            given = IndexLossInputs(q_idx, k_idx, inputs.q.detach(), k.detach(), blocks)
+            loss = run_index_loss(given, call, choose_backend("auto", x))
         with stage(PROJECTION):
-            return self.o_proj(out.flatten(-2))
+            return self.o_proj(result.out.flatten(-2)), loss
 
     def attend_cached(
         self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache

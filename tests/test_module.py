@@ -122,7 +122,7 @@ def test_other_configs(changes):
 )
 def test_the_blocks_of_the_forward(changes, shape):
     module, x, seen = layer(small(**changes)), tokens(*shape), list[Tensor]()
-    module.observer = lambda gates, blocks: None if blocks is None else seen.append(blocks)
+    module.observer = lambda _, blocks: None if blocks is None else seen.append(blocks)
     module(x)
     found = module.choose_blocks(x)
     assert torch.equal(found, seen[0])

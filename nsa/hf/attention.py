@@ -80,7 +80,7 @@ def register(name: str = "nsa", **changes: Any) -> None:
         module.keys_read = _count_keys(config, sequences)
         inputs = AttentionInputs(q, k, v, k, v, k, v, gates, None)
         call = Call(config, sequences, size**-0.5 if scaling is None else scaling)
-        found = attend(inputs, call, rope=None)
+        found = attend(inputs, call, rope=None).out
         out = found.new_zeros(batch, new, *found.shape[1:])
         out[is_new] = found
         return out, None

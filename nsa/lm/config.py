@@ -123,6 +123,11 @@ class LMConfig:
         one = self._changed(self._entry(index)[1])
         return replace(one, nsa=one.nsa.for_layer(index))
 
+    @property
+    def has_index(self) -> bool:
+        """Whether a layer has scores ``index``."""
+        return any(kind.attention == "nsa" and kind.nsa.has_index for kind in self.kinds)
+
     @functools.cached_property
     def kinds(self) -> dict[LMConfig, list[int]]:
         """Indices of equal layers, by :meth:`layer`."""

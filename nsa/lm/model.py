@@ -18,6 +18,7 @@ from nsa.lm.recomputation import Keeps, keep_attention
 from nsa.module import NativeSparseAttention, RMSNorm
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.embedding import embed
+from nsa.ops.index_loss import IndexLoss, Ranked
 
 
 class MLP(nn.Module):
@@ -53,11 +54,14 @@ class DecoderLayer(nn.Module):
     Attributes:
         keeps: activations kept for the backward pass: ``everything``, the layer's input and the
             results of ``attention``, or only the ``input``. The rest is recomputed.
+        index_loss: blocks over which the layer also returns the loss of its index while gradients
+            are recorded; None without that loss.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
         self.keeps: Keeps = "everything"
+        self.index_loss: Ranked | None = None
         one = config.layer(layer)
         attention = NativeSparseAttention if one.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
@@ -65,17 +69,22 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Any:
         """Map packed ``[T, width]`` or ``[B, T, width]`` to the same shape."""
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
             return self._run(x, sequences, cache)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.keeps == "attention":
             options["context_fn"] = keep_attention
-        return cast(Tensor, checkpoint(self._run, x, sequences, None, **options))
+        return checkpoint(self._run, x, sequences, None, **options)
 
-    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), sequences=sequences, cache=cache)
+    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Any:
+        given: dict[str, Any] = {"sequences": sequences, "cache": cache}
+        if self.index_loss is not None and cache is None and torch.is_grad_enabled():
+            out, loss = self.attention(self.attention_norm(x), index_loss=self.index_loss, **given)
+            x = x + out
+            return x + self.mlp(self.mlp_norm(x)), loss
+        x = x + self.attention(self.attention_norm(x), **given)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -171,12 +180,14 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
+        losses: list[IndexLoss] | None = None,
     ) -> Tensor:
         """Return the input of the head, ``[T, width]`` or ``[B, T, width]``.
 
-        The arguments are those of :meth:`forward`.
+        The arguments are those of :meth:`forward` and :meth:`transform`.
         """
-        return self.transform(self.embedding(tokens), cu_seqlens, max_seqlen, cache)
+        x = self.embedding(tokens)
+        return self.transform(x, cu_seqlens, max_seqlen, cache, losses=losses)
 
     def transform(
         self,
@@ -185,6 +196,7 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
         outputs: list[Tensor] | None = None,
+        losses: list[IndexLoss] | None = None,
     ) -> Tensor:
         """:meth:`hidden_states` from embeddings ``[T, width]`` or ``[B, T, width]``.
 
@@ -194,6 +206,7 @@ class LanguageModel(nn.Module):
             max_seqlen: see :meth:`forward`.
             cache: see :meth:`forward`.
             outputs: list to which the input of each layer and the result are appended.
+            losses: list to which the losses of the layers' indices are appended.
         """
         _, sequences = open_layer_input(x, self.config.width, cu_seqlens, max_seqlen)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
@@ -203,6 +216,10 @@ class LanguageModel(nn.Module):
             if cache is None and isinstance(layer.attention, NativeSparseAttention):
                 sequences = sequences.with_blocks(layer.attention.config)
             x = layer(x, sequences, layer_cache)
+            if isinstance(x, tuple):
+                x, loss = x
+                if losses is not None:
+                    losses.append(loss)
         x = self.norm(x)
         if outputs is not None:
             outputs.append(x)

@@ -19,6 +19,7 @@ from nsa.lm.config import LMConfig
 
 if TYPE_CHECKING:
     from nsa.lm.recomputation import Keeps
+    from nsa.ops.index_loss import Ranked
 
 MAX_STEPS, MAX_SEQUENCES = 1_000_000_000, 2**20
 Text = Literal["corpus", "stdlib", "folder", "shards", "stream"]
@@ -220,6 +221,12 @@ class OptimConfig:
         weight_decay: decoupled decay of matrices (embeddings, norms, biases and gates' biases are
             not decayed).
         grad_clip: largest gradient norm; 0 switches clipping off.
+        index_weight: factor on the loss that trains the index of layers with scores ``index``, see
+            :func:`nsa.index_loss`; 0 leaves out that loss.
+        index_lr: peak learning rate of the index's projections, which AdamW then updates; None
+            treats them as other projections.
+        index_warmup_steps: steps at first in which that loss ranks all blocks and not only the
+            selected ones, at the cost of dense attention.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -231,11 +238,17 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     grad_clip: float = 1.0
+    index_weight: float = 1.0
+    index_lr: float | None = None
+    index_warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         settle(self)
         check_positive(self, "lr", "muon_lr", "eps")
         check_not_negative(self, "warmup_steps", "weight_decay", "grad_clip")
+        check_not_negative(self, "index_weight", "index_warmup_steps")
+        fits = self.index_lr is None or self.index_lr > 0
+        check_field(self, fits, "index_lr", "be positive, or null")
         fits = all(0 <= beta < 1 for beta in self.betas)
         check_field(self, fits, "betas", "lie between 0 and 1, 1 excluded")
         check_field(self, 0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "lie between 0 and 1")
@@ -441,6 +454,14 @@ class TrainConfig:
         fits = waits < limit or 0 in (waits, limit)
         check_field(self, fits, "data_limit_s", f"be below stall_limit_s ({limit:g})")
         self._check_parallel()
+        index = ("index_weight", "index_lr", "index_warmup_steps")
+        check_default(self.optim, self.model.has_index, "no layer with scores index", *index)
+
+    def ranked(self, step: int) -> Ranked | None:
+        """Blocks that the loss of the index ranks in a step; None without that loss."""
+        if not (self.model.has_index and self.optim.index_weight):
+            return None
+        return "all" if step < self.optim.index_warmup_steps else "selected"
 
     @cached_property
     def by_stage(self) -> list[tuple[int, TrainConfig]]:

@@ -61,7 +61,7 @@ def evaluate(
         for batch in batches:
             local = batch.to(device)
             with autocast(device, compute_dtype):
-                total[0] += loss(local.tokens, local.targets, local.cu_seqlens, local.max_seqlen)
+                total[0] += loss(local.tokens, local.targets, local.cu_seqlens, local.max_seqlen)[0]
             total[1] += batch.num_targets
             total[2] += batch.num_bytes
     total = total if sum_processes is None else sum_processes(total)

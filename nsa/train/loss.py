@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.lm.model import LanguageModel
+from nsa.module import NativeSparseAttention
+from nsa.ops.index_loss import IndexLoss, Ranked
 from nsa.stages import LOSS, in_stage
 from nsa.train.data.batch import IGNORED_TARGET
 
@@ -25,6 +27,17 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.ranked: Ranked | None = None
+
+    def rank(self, ranked: Ranked | None) -> None:
+        """Set the blocks that the losses of the indices rank; None leaves these losses out."""
+        self.ranked = ranked
+        for layer in self.model.decoder_layers():
+            if (
+                isinstance(layer.attention, NativeSparseAttention)
+                and layer.attention.config.has_index
+            ):
+                layer.index_loss = ranked
 
     def forward(
         self,
@@ -33,7 +46,10 @@ class NextTokenLoss(nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> Tensor:
-        """Summed cross entropy over the targets, nats, fp32 scalar.
+        """Cross entropy summed over the targets and losses of the indices, nats, fp32 ``[1 + L]``.
+
+        Of each layer that trains its index, the divergence (see :func:`nsa.index_loss`) summed over
+        the tokens, mean over the KV heads.
 
         Args:
             tokens: int64 packed ``[T]``.
@@ -41,8 +57,11 @@ class NextTokenLoss(nn.Module):
             cu_seqlens: int32 ``[B + 1]`` offsets of the sequences.
             max_seqlen: at least the longest sequence, tokens.
         """
-        hidden = self.model.hidden_states(tokens, cu_seqlens, max_seqlen)
-        return cross_entropy_sum(hidden, self.model.head.weight, targets, self.chunk)
+        losses: list[IndexLoss] = []
+        hidden = self.model.hidden_states(tokens, cu_seqlens, max_seqlen, losses=losses)
+        entropy = cross_entropy_sum(hidden, self.model.head.weight, targets, self.chunk)
+        heads = self.model.config.nsa.num_kv_heads
+        return torch.stack([entropy, *(loss.total / heads for loss in losses)])
 
 
 def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:

@@ -37,14 +37,16 @@ class ParameterGroups:
         muon: matrices that Muon takes; empty with AdamW.
         decayed: matrices that AdamW decays.
         plain: embedding, norms, biases and the other vectors, which are not decayed.
+        index: projections of the index with a learning rate of their own, which AdamW decays.
     """
 
     muon: dict[str, nn.Parameter]
     decayed: dict[str, nn.Parameter]
     plain: dict[str, nn.Parameter]
+    index: dict[str, nn.Parameter]
 
 
-def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGroups:
+def parameter_groups(model: LanguageModel, config: OptimConfig) -> ParameterGroups:
     """Sort the trainable parameters of ``model``.
 
     Decayed are the matrices of linear layers and of phi ``mlp``. A tied head is the embedding and
@@ -64,13 +66,15 @@ def parameter_groups(model: LanguageModel, name: str = "adamw") -> ParameterGrou
         elif isinstance(module, Compression) and module.phi == "mlp":
             matrices |= {module.w1, module.w2}
     matrices.discard(model.embedding.weight)
-    groups = ParameterGroups({}, {}, {})
+    groups = ParameterGroups({}, {}, {}, {})
     for key, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         is_master, rule = parameter.dtype == torch.float32, "be an fp32 master weight"
         check(is_master, key, rule, parameter.dtype)
-        if name == "muon" and parameter in projections:
+        if config.index_lr is not None and key.endswith("_idx_proj.weight"):
+            groups.index[key] = parameter
+        elif config.name == "muon" and parameter in projections:
             groups.muon[key] = parameter
         else:
             (groups.decayed if parameter in matrices else groups.plain)[key] = parameter
@@ -89,19 +93,23 @@ class ModelOptimizer:
     """
 
     def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
-        groups = parameter_groups(model, config.name)
-        self.named: dict[str, nn.Parameter] = {**groups.muon, **groups.decayed, **groups.plain}
+        groups = parameter_groups(model, config)
+        of_adamw = {**groups.decayed, **groups.plain, **groups.index}
+        self.named: dict[str, nn.Parameter] = {**groups.muon, **of_adamw}
+        decayed = {"weight_decay": config.weight_decay}
         parts = [
-            {"params": list(groups.decayed.values()), "weight_decay": config.weight_decay},
+            {"params": list(groups.decayed.values()), **decayed},
             {"params": list(groups.plain.values()), "weight_decay": 0.0},
         ]
+        if groups.index:
+            parts.append({"params": list(groups.index.values()), "lr": config.index_lr, **decayed})
         self.adamw = torch.optim.AdamW(
             parts, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
         self.muon: Muon | None = None
         if groups.muon:
             self.muon = Muon(groups.muon.values(), config.muon_lr, config.weight_decay)
-        for parameter in (*groups.decayed.values(), *groups.plain.values()):
+        for parameter in of_adamw.values():
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),

@@ -73,6 +73,23 @@ class RunContext:
     beat: Beat
 
 
+@dataclass(frozen=True)
+class RunResult:
+    """End of a run.
+
+    Attributes:
+        finished: whether all steps are done; otherwise the run was asked to stop.
+        signal: name of the signal that asked it to stop; None for the halt file.
+        step: optimizer steps done.
+        row: the last row of metrics; empty if this process wrote none.
+    """
+
+    finished: bool
+    signal: str | None
+    step: int
+    row: Row
+
+
 class Reports:
     """Evaluates and writes the rows of metrics of a run.
 
@@ -218,7 +235,7 @@ class Reports:
             **memory_row(self._run.device),
             **self._clock.row(),
         }
-        row |= window.layers
+        row |= window.index_row | window.layers
         if not self._has_told_start and self._run.startup.first_step_s is not None:
             row["first_step_s"] = self._run.startup.first_step_s
             self._has_told_start = True

@@ -39,6 +39,7 @@ class Window:
         grad_norm_max: largest norm of a finite step, before clipping.
         finite_steps: number of finite steps.
         layers: metrics of the layers in the step that has the row, once they have been read.
+        index: summed losses of the layers' indices in the finite steps.
     """
 
     steps: int = 0
@@ -52,9 +53,13 @@ class Window:
     grad_norm_max: float = 0.0
     finite_steps: int = 0
     layers: dict[str, float] = field(default_factory=dict)
+    index: list[float] = field(default_factory=list)
 
-    def add(self, loss: float, targets: int, num_bytes: int, grad_norm: float) -> None:
+    def add(
+        self, loss: float, targets: int, num_bytes: int, grad_norm: float, *index: float
+    ) -> None:
         """Add a finite step."""
+        self.index = [a + b for a, b in zip(self.index or [0.0] * len(index), index, strict=True)]
         self.loss += loss
         self.targets += targets
         self.bytes += num_bytes
@@ -71,6 +76,13 @@ class Window:
     def loss_nats(self) -> float:
         """Mean loss over the targets; NaN when no step was finite."""
         return self.loss / (self.targets or math.nan)
+
+    @property
+    def index_row(self) -> dict[str, float]:
+        """Mean loss of the indices over the targets, by layer; empty without an index."""
+        means = [total / (self.targets or math.nan) for total in self.index]
+        row = {f"index_loss_nats_layer_{number}": mean for number, mean in enumerate(means)}
+        return {"index_loss_nats": math.fsum(means) / len(means), **row} if means else {}
 
     @property
     def bits_per_byte(self) -> float:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.loss import NextTokenLoss
 from nsa.train.optim import ModelOptimizer, lr_factor, run_now
 from nsa.train.pretrained import initial_tokenizer, load_initial
-from nsa.train.reports import Beat, Reports, RunContext, log_start
+from nsa.train.reports import Beat, Reports, RunContext, RunResult, log_start
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import (
     TrainState,
@@ -56,23 +55,6 @@ Drawn = tuple[list[Batch], dict[str, Any]]  # micro-batches, and the position in
 
 class TrainingStoppedError(RuntimeError):
     """The run cannot continue; the message says why, and names the last checkpoint."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """End of a run.
-
-    Attributes:
-        finished: whether all steps are done; otherwise the run was asked to stop.
-        signal: name of the signal that asked it to stop; None for the halt file.
-        step: optimizer steps done.
-        row: the last row of metrics; empty if this process wrote none.
-    """
-
-    finished: bool
-    signal: str | None
-    step: int
-    row: Row
 
 
 class Trainer:
@@ -153,6 +135,7 @@ class Trainer:
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
         progress, self._stage = self.state.progress, config.at(max(self.state.progress.step - 1, 0))
+        self.strategy.loss.rank(config.ranked(max(progress.step - 1, 0)))
         capacity = first_capacity(self._stage, self.data.train)
         progress.sequence_capacity = max(progress.sequence_capacity, capacity)
         log_start(config, self.model, self.device, launch.allocator)
@@ -281,22 +264,23 @@ class Trainer:
             num_targets: targets of the step over all processes; None means those of ``batches``.
 
         Returns:
-            fp32 ``[3]`` on the device, the same on every process: summed loss in nats, gradient
-            norm before clipping, and 1 if the update was cancelled because loss or norm is not
-            finite, else 0.
+            fp32 on the device, the same on every process: summed loss in nats, gradient norm before
+            clipping, 1 if the update was cancelled because a loss or the norm is not finite, else
+            0; then the summed loss of each layer's index, if it is trained.
         """
         if num_targets is None:
             num_targets = sum(batch.num_targets for batch in batches)
         # Gradients are averaged over the processes.
         mean = max(num_targets, 1) / self.processes.world_size
         divisor = torch.full((), mean, device=self.device)
-        loss = torch.zeros((), device=self.device)
+        loss: Tensor | int = 0
         for number, batch in enumerate(batches, start=1):
             with self.strategy.accumulating(last=number == len(batches)):
                 if self._replay is not None:
-                    loss += self._replay(batch, divisor, number == 1)
+                    loss = loss + self._replay(batch, divisor, number == 1)
                 else:
-                    loss += self._forward_backward(batch, divisor)
+                    loss = loss + self._forward_backward(batch, divisor)
+        assert isinstance(loss, Tensor)
         self.processes.sum(loss)
         parameters = self.state.optimizer.parameters()
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -309,28 +293,28 @@ class Trainer:
         """Clip, update and drop the gradients; return the result of :meth:`train_step`."""
         config, optimizer = self.config, self.state.optimizer
         grad_norm = self.strategy.norm(gradients)
-        cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite()).float()
+        cancel = 1.0 - (grad_norm.isfinite() & loss.isfinite().all()).float()
         if config.optim.grad_clip > 0:
             clip_grads_with_norm_(optimizer.parameters(), config.optim.grad_clip, grad_norm)
         self._set_lr(self.state.progress.step)
         optimizer.step(cancel, self._replay.update if self._replay else run_now)
         if self._replay is None:
             optimizer.zero_grad()
-        return torch.stack((loss, grad_norm, cancel))
+        return torch.cat((loss[:1], torch.stack((grad_norm, cancel)), loss[1:]))
 
     def _forward_backward(self, batch: Batch, divisor: Tensor) -> Tensor:
-        """Add the gradient of a micro-batch's summed loss / ``divisor``; return the sum."""
+        """Add the gradient of a micro-batch's summed losses / ``divisor``; return the sums."""
         batch = batch.to(self.device)
         if self.config.compile:
             torch._dynamo.maybe_mark_dynamic(batch.cu_seqlens, 0)
         with stage(FORWARD):
             with autocast(self.device, self.config.compute_dtype):
                 sequences = (batch.cu_seqlens, batch.max_seqlen)
-                loss_sum = self.loss(batch.tokens, batch.targets, *sequences)
-            scaled = loss_sum / divisor
+                losses = self.loss(batch.tokens, batch.targets, *sequences)
+            scaled = (losses[0] + self.config.optim.index_weight * losses[1:].sum()) / divisor
         with stage(BACKWARD):
             scaled.backward()
-        return loss_sum.detach()
+        return losses.detach()
 
     def _rehearse(self, batch: Batch) -> None:
         """Run the backward passes that the strategy needs before the first step."""
@@ -390,16 +374,23 @@ class Trainer:
         return Prefetcher(lambda: (self._draw(sampler, next(steps)), sampler.state_dict()))
 
     def _enter_stage(self) -> None:
-        """Prepare the next step if its sequences have another length than those before."""
-        before, self._stage = self._stage, self.config.at(self.state.progress.step)
-        if self._stage.seq_len == before.seq_len:
+        """Prepare the next step if it differs in its sequences or its loss from those before."""
+        progress, ranked = self.state.progress, self.config.ranked(self.state.progress.step)
+        before, self._stage = self._stage, self.config.at(progress.step)
+        if self._stage.seq_len == before.seq_len and ranked == self.strategy.loss.ranked:
             return
         self._is_first_step = True
-        self.state.progress.sequence_capacity = first_capacity(self._stage, self.data.train)
+        progress.sequence_capacity = first_capacity(self._stage, self.data.train)
+        if self._replay is not None:
+            self._replay.restart()
         if self.config.compile:  # the length is a constant of compiled code
             torch.compiler.reset()
             compilations.listen(self.device)
-        self._note("stage", f"sequences of {self._stage.seq_len:,} tokens from here on")
+        if self._stage.seq_len != before.seq_len:
+            self._note("stage", f"sequences of {self._stage.seq_len:,} tokens from here on")
+        if ranked != self.strategy.loss.ranked:
+            self.strategy.loss.rank(ranked)
+            self._note("index_loss", f"the loss of the index ranks {ranked} blocks from here on")
 
     def _handle_requests(self) -> int:
         """Write a checkpoint if any process was asked for one since the last step.
@@ -508,14 +499,15 @@ class Trainer:
     def _read_results(self, keep: int) -> None:
         """Count the results of all steps but the newest ``keep``."""
         progress, nonfinite = self.state.progress, []
-        for (step, targets, num_bytes), (loss, grad_norm, cancelled) in self._results.take(keep):
+        for (step, targets, num_bytes), result in self._results.take(keep):
+            loss, grad_norm, cancelled, *index = result
             if cancelled:
                 nonfinite.append(str(step))
                 progress.nonfinite_steps += 1
                 progress.nonfinite_streak += 1
             else:
                 progress.nonfinite_streak = 0
-                progress.window.add(loss, targets, num_bytes, grad_norm)
+                progress.window.add(loss, targets, num_bytes, grad_norm, *index)
         if nonfinite:
             self._on_nonfinite(", ".join(nonfinite))
 

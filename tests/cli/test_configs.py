@@ -81,7 +81,7 @@ def num_parameters(config: TrainConfig) -> int:
 
 def state_bytes(config: TrainConfig) -> int:
     """Weights, gradients, AdamW's two moments and Muon's one, all fp32."""
-    groups = parameter_groups(meta_model(config), config.optim.name)
+    groups = parameter_groups(meta_model(config), config.optim)
     one_moment = sum(parameter.numel() for parameter in groups.muon.values())
     return 4 * (4 * num_parameters(config) - one_moment)
 

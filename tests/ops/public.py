@@ -468,7 +468,7 @@ RUNS: dict[str, Callable[..., Results]] = {
 
 
 def check_project(case: Case) -> None:
-    """Heads unrotated, rotated, both and with other frequencies, and gates."""
+    """Heads unrotated, rotated, both, with other frequencies and detached, and gates."""
     config = case.config
     rope = Rope.from_config(config)
     pair = (config.num_kv_heads, config.head_dim)
@@ -476,7 +476,7 @@ def check_project(case: Case) -> None:
         Heads(config.num_heads, config.head_dim, (False, True)),
         Heads(config.num_kv_heads, config.value_dim),
         Heads(*pair, (True,)),
-        Heads(1, rope.dim, (True,), rope.dim // 2),
+        Heads(1, rope.dim, (True,), rope.dim // 2, detached=True),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
     assert config.gate != "fixed"
@@ -504,7 +504,9 @@ def check_project(case: Case) -> None:
         leaf, leaf_bias = leaves_of(x.to(dtype), bias.to(dtype))
         rest = (leaf_bias, columns, sequences, rope)
         if is_split:
-            product = torch.cat([nn.functional.linear(leaf, weight) for weight in given], dim=-1)
+            pairs = zip(given, columns.detached, strict=True)
+            products = [nn.functional.linear(leaf.detach() if cut else leaf, w) for w, cut in pairs]
+            product = torch.cat(products, dim=-1)
             out = project(product, (), *rest, backend=backend)
         else:
             out = project(leaf, given, *rest, backend=backend)

@@ -44,7 +44,7 @@ def snapshot(model: LanguageModel, optimizer: ModelOptimizer) -> list[Tensor]:
 def test_matrices_decay_and_nothing_else(phi, tie_head):
     pattern = dataclasses.replace(PATTERN, phi=phi, gate_hidden_size=8)
     model = make_model(tie_head=tie_head, nsa=pattern)
-    groups = parameter_groups(model)
+    groups = parameter_groups(model, OptimConfig())
     assert not groups.muon
     assert {*groups.decayed, *groups.plain} == {name for name, _ in model.named_parameters()}
     assert not set(groups.decayed) & set(groups.plain)
@@ -57,7 +57,7 @@ def test_matrices_decay_and_nothing_else(phi, tie_head):
 
 
 def test_muon_takes_the_projections():
-    groups = parameter_groups(make_model(), "muon")
+    groups = parameter_groups(make_model(), OptimConfig("muon"))
     projections = {name.split(".")[-2] for name in groups.muon}
     keys_and_values = {f"{x}_{branch}_proj" for x in "kv" for branch in ("cmp", "slc", "win")}
     assert projections == {"q_proj", "o_proj", "up_proj", "down_proj", *keys_and_values}
@@ -77,7 +77,7 @@ def test_steps_are_those_of_pytorch(name, monkeypatch):
     config = OptimConfig(name=name, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     ours, theirs = make_model(), make_model()
     optimizer = ModelOptimizer(ours, config)
-    groups = parameter_groups(theirs, name)
+    groups = parameter_groups(theirs, OptimConfig(name))
     parts: list[Any] = [
         torch.optim.AdamW(
             part.values(), lr=0.01, betas=config.betas, weight_decay=decay, fused=True

@@ -14,13 +14,14 @@ from nsa.ops._sequences import open_sequences, pack
 from nsa.ops.index_loss.ops import run_operator
 from nsa.ops.index_loss.recall import BlockRecall, block_recall
 from nsa.ops.index_loss.reference import index_loss_reference
-from nsa.ops.index_loss.types import IndexLoss, IndexLossInputs
+from nsa.ops.index_loss.types import IndexLoss, IndexLossInputs, Ranked
 from nsa.stages import SELECTION, in_stage
 
 __all__ = [
     "BlockRecall",
     "IndexLoss",
     "IndexLossInputs",
+    "Ranked",
     "block_recall",
     "index_loss",
     "run_index_loss",

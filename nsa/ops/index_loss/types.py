@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+Ranked = Literal["selected", "all"]  # blocks that a loss ranks
 
 
 class IndexLossInputs(NamedTuple):

@@ -68,7 +68,9 @@ def project(
     check(found in ([], shapes), "weights", f"have shapes {shapes}", found)
     device = x.device.type
     if choose_backend(backend, x, "x") == "reference":
-        products = [functional.linear(x, weight) for weight in weights] or columns.split(x)
+        parts = zip(weights, columns.detached, strict=False)
+        products = [functional.linear(x.detach() if cut else x, w) for w, cut in parts]
+        products = products or columns.split(x)
         sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
         if before is not None:
             positions = positions + before[sequence]
@@ -110,17 +112,20 @@ def _backward(
     """
     from nsa.ops.projection.kernels import move
 
-    used, heads = sum(Columns.from_text(tokens[4]).sizes), [grad.contiguous() for grad in grads]
+    columns, heads = Columns.from_text(tokens[4]), [grad.contiguous() for grad in grads]
+    used = sum(columns.sizes)
     dproduct = heads[0].new_empty(heads[0].shape[0], padded(used))
     empty = dproduct.new_empty(0)
     dbias = empty if bias is None else torch.empty_like(bias)
     dgates = None if gates is None else heads.pop()
     move(dproduct, heads, gates, dgates, None if bias is None else dbias, tokens, backward=True)
-    return [
-        torch.mm(dproduct, packed(weights, dproduct.dtype)) if weights else dproduct[:, :used],
-        empty if x is None else torch.mm(dproduct.t(), x),
-        dbias,
-    ]
+    dweight = empty if x is None else torch.mm(dproduct.t(), x)
+    if not weights:
+        return [dproduct[:, :used], dweight, dbias]
+    for part, detached in zip(columns.split(dproduct), columns.detached, strict=True):
+        if detached:
+            part.zero_()
+    return [torch.mm(dproduct, packed(weights, dproduct.dtype)), dweight, dbias]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

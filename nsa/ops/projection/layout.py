@@ -24,12 +24,14 @@ class Heads:
         outputs: for each output tensor, unrotated first, whether its heads are rotated by the
             token's position.
         rotary: rotated columns of a head, see :func:`nsa.apply_rope`; None means ``rope.dim``.
+        detached: whether their gradient reaches the weight alone, and not the input.
     """
 
     number: int
     size: int
     outputs: tuple[bool, ...] = (False,)
     rotary: int | None = None
+    detached: bool = False
 
     @property
     def columns(self) -> int:
@@ -89,6 +91,11 @@ class Columns(AsText):
     def sizes(self) -> list[int]:
         """Number of columns of each weight."""
         return [x.columns for x in (*self.parts, self.gates) if x is not None]
+
+    @property
+    def detached(self) -> list[bool]:
+        """Whether the gradient of each weight's columns ends there, see :class:`Heads`."""
+        return [x.detached for x in self.parts] + [False] * (self.gates is not None)
 
     def split(self, product: Tensor) -> list[Tensor]:
         """Columns of each weight in a product ``[T, N]``, which may end with padding."""

@@ -30,9 +30,9 @@ class Replay:
     """Runs micro-batches from two graphs: the first writes gradients, the second adds.
 
     The first step runs without graphs and compiles, and so does the first one with sequences of
-    another length. The graphs are captured in the step after it, and again when a micro-batch of
-    another shape begins a step, which is rare: the trainer pads micro-batches to one number of
-    sequences. A new shape is captured at once with the compiled
+    another length or after :meth:`restart`. The graphs are captured in the step after it, and again
+    when a micro-batch of another shape begins a step, which is rare: the trainer pads micro-batches
+    to one number of sequences. A new shape is captured at once with the compiled
     code; without a graph it would need as much memory again. A graph writes each ``.grad`` to the
     address that it was captured with, so gradients must not be dropped between steps and need no
     zeroing. The optimizer's update has a third graph. Graphs share their memory, since one runs at
@@ -88,6 +88,10 @@ class Replay:
             run(cancel)
         else:
             self._play("update", "the optimizer's update", run, cancel)
+
+    def restart(self) -> None:
+        """Run the next step without graphs, and capture them anew in the one after it."""
+        self._seq_len = 0
 
     def _forget(self) -> None:
         """Drop all graphs and their gradients; the next capture creates new ones."""

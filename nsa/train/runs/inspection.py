@@ -17,12 +17,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nsa.attention import AttentionInputs
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.files import new_file
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops.index_loss import block_recall, index_loss
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
 from nsa.train.data import open_data
@@ -35,6 +37,7 @@ from nsa.train.telemetry.metrics import Row
 LAGS = (1, 2, 4, 8, 16, 32, 64)  # tokens
 HISTOGRAM_BINS = 20
 MAP_SIZE = 128
+RECALL_QUERIES = 256  # about as many, evenly spread
 _NUM_QUERIES = 8
 _BAR_WIDTH = 64
 _SHADES = " ░▒▓█"
@@ -58,7 +61,10 @@ class Layer:
             before the query's own, in tokens, and the number of selected blocks in each bin;
             ``overlap``, fraction of a query's blocks that the query ``lag_tokens`` before it also
             selected, per KV head; ``ranges`` of some queries, selected blocks of each KV head as
-            token ranges ``[start, end)``, adjacent blocks merged.
+            token ranges ``[start, end)``, adjacent blocks merged; ``recall``, kept attention mass
+            outside the forced blocks, as a fraction of what the best blocks would keep, over some
+            queries (None if all blocks are forced); with scores ``index`` also ``index_loss``, see
+            :func:`nsa.index_loss`, nats.
         blocks: block indices int32 ``[T, Hkv, n]`` on the CPU, -1 for unused entries; without
             entries if the selected branch is disabled.
     """
@@ -93,6 +99,10 @@ class Inspection:
                 keys, distance, shared = _summary(layer.selection)
                 line += f" | selected: {keys:,.1f} keys a query, {distance:,.1f} tokens back, "
                 line += f"{shared:.1%} shared with the query before"
+                if layer.selection["recall"] is not None:
+                    line += f", recall {layer.selection['recall']:.1%}"
+                if "index_loss" in layer.selection:
+                    line += f", index loss {layer.selection['index_loss']:.4f}"
             yield line
 
     def json(self) -> dict[str, Any]:
@@ -146,12 +156,15 @@ def inspect_text(
     """
     found = list[Layer]()
 
-    def observe(layer: int, config: NSAConfig, gates: Tensor, blocks: Tensor | None) -> None:
+    def observe(
+        layer: int, config: NSAConfig, inputs: AttentionInputs, blocks: Tensor | None
+    ) -> None:
         ids, selection = np.empty((0, 0, 0), np.int32), None
         if blocks is not None:
             ids = blocks.cpu().numpy()
             selection = selection_figures(ids, config.block_size, queries)
-        found.append(Layer(layer, gate_figures(gates, config), selection, ids))
+            selection |= recall_figures(inputs, blocks, config)
+        found.append(Layer(layer, gate_figures(inputs.gates, config), selection, ids))
 
     layers = [layer.attention for layer in model.decoder_layers()]
     was_training = model.training
@@ -181,6 +194,28 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
         histogram = torch.histc(values, HISTOGRAM_BINS, 0.0, 1.0) / values.numel()
         found[branch] = {"mean": float(values.double().mean()), "histogram": histogram.tolist()}
     return found
+
+
+def recall_figures(
+    inputs: AttentionInputs, blocks: Tensor, config: NSAConfig
+) -> dict[str, float | None]:
+    """``recall`` and ``index_loss`` of :class:`Layer`.
+
+    Args:
+        inputs: inputs of the layer's attention for one text.
+        blocks: block indices ``[T, Hkv, n]``, -1 for unused entries.
+        config: the sparse pattern.
+    """
+    q, k = inputs.q, inputs.k_slc
+    assert k is not None
+    num_tokens = len(blocks)
+    rows = torch.arange(0, num_tokens, max(1, num_tokens // RECALL_QUERIES), device=q.device)
+    kept, best = block_recall(q, k, blocks, config, rows)
+    figures = {"recall": float(kept.sum() / best.sum()) if best.any() else None}
+    if inputs.q_idx is not None and inputs.k_idx is not None:
+        total, number = index_loss(inputs.q_idx, inputs.k_idx, q, k, blocks, config)
+        figures["index_loss"] = float(total / number.clamp(min=1))
+    return figures
 
 
 def selection_figures(
@@ -352,9 +387,11 @@ def inspection_page(found: Inspection) -> str:
     parts = dict[str, str]()
     if _with_selection(layers):
         head += ["selected keys a query", "distance, tokens", "shared with the query before"]
+        head += ["recall"]
         for row, layer in zip(rows, layers, strict=True):
             if layer.selection is not None:
-                row += [round(value, 4) for value in _summary(layer.selection)]
+                figures = (*_summary(layer.selection), layer.selection["recall"])
+                row += [None if value is None else round(value, 4) for value in figures]
         parts["Selected blocks"] = figure_element(
             heat_maps(layers),
             "Share of the blocks in a part of the text (to the right) that the queries in a part "

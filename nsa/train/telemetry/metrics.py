@@ -81,10 +81,11 @@ METRICS = (
     "selected_tiled_calls",
     "selected_gathered_calls",
     "selected_reference_calls",
+    "index_loss_nats",
 )
 
 # Metrics of a layer; means over the layers have no suffix.
-PER_LAYER = re.compile(r"((?:gate|selected)_\w+)_layer_\d+")
+PER_LAYER = re.compile(r"((?:gate|selected|index)_\w+)_layer_\d+")
 # Metrics of a process; those of the main one, which writes, are also there without a suffix.
 RANK_METRICS = (
     "step_time_ms",
@@ -96,7 +97,13 @@ RANK_METRICS = (
 )
 PER_RANK = re.compile(rf"({'|'.join(RANK_METRICS)})_rank_\d+")
 # Groups of TensorBoard's tags by prefixes of names.
-_GROUPS = {"val_": "val", "gate_": "gates", "selected_": "selection", "memory_": "memory"}
+_GROUPS = {
+    "val_": "val",
+    "gate_": "gates",
+    "selected_": "selection",
+    "index_": "index",
+    "memory_": "memory",
+}
 _TRAIN = re.compile("loss|bits_per_byte|learning_rate|grad_norm|nonfinite_|tokens$|data_synthetic")
 
 

@@ -88,6 +88,8 @@ def test_gates_and_blocks_are_those_of_the_layers(changes):
         assert (one.selection is None) == ("slc" not in attention.config.branches)
         if one.selection is not None:
             assert np.array_equal(one.blocks, attention.choose_blocks(x).numpy())
+            has_index = attention.config.scores == "index"
+            assert ("index_loss" in one.selection) == has_index
         assert attention.observer is None
     assert torch.equal(model(torch.tensor(TEXT)), before)
     assert inspect_text(LanguageModel(dataclasses.replace(MODEL, attention="dense")), TEXT) == []
@@ -190,7 +192,7 @@ def test_lines_page_and_json(folder, tmp_path):
     assert [*layers[0]["gates"]] == ["cmp", "slc", "win"]
     assert [*layers[0]["gates"]["slc"]] == ["mean", "histogram"]
     figures = ["block_size", "keys_mean", "distance_mean", "distance_tokens", "distance_counts"]
-    assert [*layers[0]["selection"]] == [*figures, "overlap", "ranges"]
+    assert [*layers[0]["selection"]] == [*figures, "overlap", "ranges", "recall"]
     assert layers[1]["selection"]["ranges"][-1]["query"] == 149
     assert values == {
         "run": str(folder.path),
@@ -204,12 +206,15 @@ def test_lines_page_and_json(folder, tmp_path):
     assert len(page.links) == 3
     assert all(link.startswith(SVG) for link in page.links)
     keys = str(round(layers[1]["selection"]["keys_mean"], 4))
-    for part in ("Selected blocks", "Distance and overlap", "Gates", str(text), keys):
+    for part in ("Selected blocks", "Distance and overlap", "Gates", "recall", str(text), keys):
         assert part in page.shown, part
     first, *lines = found.lines()
     assert first.startswith(f"checkpoint: step 1 of {folder.path}, on cpu in fp32; 150 tokens")
     share = layers[1]["selection"]["overlap"][0]["share"]
-    assert lines[1].endswith(f"{share:.1%} shared with the query before")
+    recall = layers[1]["selection"]["recall"]
+    assert 0 < recall < 1
+    ending = f"{share:.1%} shared with the query before, recall {recall:.1%}"
+    assert lines[1].endswith(ending)
 
 
 def test_a_model_without_selection_shows_its_gates(tmp_path):

@@ -82,7 +82,7 @@ def test_statistics_are_those_of_a_slow_count(changes):
     model, used = model_of(**changes), list[tuple[Tensor, Tensor | None]]()
     for layer in model.decoder_layers():
         assert isinstance(layer.attention, NativeSparseAttention)
-        layer.attention.observer = lambda gates, blocks: used.append((gates.detach(), blocks))
+        layer.attention.observer = lambda given, blocks: used.append((given.gates.detach(), blocks))
     row = observe(model)
     branches = model.config.nsa.branches
     columns = [BRANCHES.index(branch) for branch in branches]
