@@ -93,10 +93,10 @@ class Launch:
         if self._direct is not None:
             run, grid, device, launcher, rest = self._direct
             run(*grid, torch._C._cuda_getCurrentRawStream(device), *launcher, *args, *rest)
-        elif self._compiled is not None:
+        elif self._compiled is not None and device_of(args) >= 0:
             self._direct = self._prepare(args)
             self(*args)
-        else:  # interpreted kernels have no compiled form
+        else:  # interpreted kernels have no compiled form; on a CPU, they are compiled alone
             self._compiled = self._kernel[self._grid](*args, **self._constants)
 
     def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
