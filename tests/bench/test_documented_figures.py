@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from benchmarks import speedup_chart
 from nsa.bench.rows import read_rows, targets
@@ -63,17 +65,47 @@ def test_times_of_the_readme_are_those_of_rows():
             assert speed_up == (f"{by_length[seq_len]:.2f}x" if seq_len in by_length else "")
 
 
-def learned(experiment: str, model: str) -> str:
-    """Mean bits per byte of the test text over the seeds of a model, as pages write it."""
-    files = sorted((ROOT / "benchmarks/quality" / experiment).glob(f"{model}-*/row.json"))
-    rows = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return f"{sum(row['test_bits_per_byte'] for row in rows) / len(rows):.3f}"
+def results(model: str, file: str) -> list[Any]:
+    """A file of each seed of a model that was trained at 8,192 tokens."""
+    files = sorted((ROOT / "benchmarks/quality/selection-8k").glob(f"{model}-[0-9]*/{file}"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def learned(model: str) -> str:
+    """Mean bits per byte of the test text over the seeds, as pages write it."""
+    return f"{fmean(row['test_bits_per_byte'] for row in results(model, 'row.json')):.3f}"
+
+
+def gain(model: str, distance: int) -> float:
+    """Mean gain of passages that are repeated so many tokens back."""
+    found = [one["repeats"] for one in results(model, "repeats.json")]
+    at = [x for run in found for x in run if x["distance"] == distance]
+    return fmean(x["first_bits_per_byte"] - x["bits_per_byte"] for x in at)
+
+
+def found(model: str) -> float:
+    """Share of the passages that a model continues exactly."""
+    cases = [one for run in results(model, "passages.json") for one in run["needles"]]
+    return fmean(one["exact_match"] for one in cases)
 
 
 def test_facts_of_the_first_screen_are_those_of_rows():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    shared, dense = learned("muon", "shared"), learned("muon", "dense")
-    assert f"`78m-shared` has {shared} bits per byte of unseen books, dense {dense} " in page
+    ours, dense = learned("token-max"), learned("dense")
+    assert f"`78m-8k` has {ours} bits per byte of unseen books, dense {dense} " in page
+    speeds = [
+        fmean(row["tokens_per_s"] for row in results(model, "row.json"))
+        for model in ("token-max", "dense")
+    ]
+    assert f"trained at {speeds[0] / speeds[1]:.2f}x the tokens/s" in page
+    least, most = (
+        [pick(gain(model, d) for d in (1024, 2048, 4096, 8064)) for model in ("token-max", "dense")]
+        for pick in (min, max)
+    )
+    gains = f"gains {least[0]:.2f} to {most[0]:.2f} bits per byte from 1,024 to 8,064 tokens back"
+    assert f"{gains}, dense {least[1]:.2f} to {most[1]:.2f};" in page
+    shares = f"exactly in {found('token-max'):.1%} of cases, dense {found('dense'):.1%}"
+    assert shares in page
     rows = read_rows([RESULTS / "h200-decode.jsonl"])
     ms = {
         (row.batch, row.provider): row.ms_p50
@@ -89,7 +121,20 @@ def test_facts_of_the_first_screen_are_those_of_rows():
 
 def test_table_of_models_is_that_of_rows():
     page = (ROOT / "docs/use.md").read_text(encoding="utf-8")
-    for name, model in (("`78m-shared`", "shared"), ("`78m`", "nsa"), ("dense, equal", "dense")):
+    for name, model in (("`78m-8k`", "token-max"), ("dense, eq", "dense"), ("`78m-s", "shared")):
         (line,) = re.findall(rf"^\| {name}.*", page, re.MULTILINE)
-        cells = line.split(" | ")
-        assert [cells[1], cells[3]] == [learned("muon", model), learned("2k", model)]
+        cells = line.strip("| ").split(" | ")
+        assert cells[1:] == [learned(model), f"{gain(model, 4096):.3f}"]
+
+
+def test_times_of_other_packages_are_those_of_rows():
+    rows = read_rows([ROOT / "benchmarks/peers/h100.jsonl"])
+    known = {f"{row.ms_p50:.3g}" for row in rows if row.ms_p50 and row.mode == "fwd_bwd"}
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin = page.index("| package | ms |")
+    shown = re.findall(
+        r"\d+\.\d+",
+        re.sub(r"\| [^|]*\|$", "|", page[begin : page.index("\n\n", begin)], flags=re.M),
+    )
+    assert len(shown) >= 12
+    assert {f"{float(ms):.3g}" for ms in shown} <= known

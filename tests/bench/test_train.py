@@ -141,9 +141,9 @@ def too_large(hidden_states: Callable[..., Any]) -> Callable[..., Any]:
     """Hidden states that are a little off, but for the oracle's and the first, the baseline's."""
     calls = list[Any]()
 
-    def off(self: LanguageModel, tokens: Any, *args: Any) -> Any:
+    def off(self: LanguageModel, tokens: Any, *args: Any, **more: Any) -> Any:
         calls.extend([self] * (self.embedding.weight.dtype == torch.float32))
-        return hidden_states(self, tokens, *args) * (1.01 if len(calls) > 1 else 1.0)
+        return hidden_states(self, tokens, *args, **more) * (1.01 if len(calls) > 1 else 1.0)
 
     return off
 
