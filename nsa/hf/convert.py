@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -208,7 +209,16 @@ def _link(source: Path, target: Path) -> None:
 
 def _dequantize(source: Path, folder: Path) -> None:
     """Write a GGUF file as a folder of transformers."""
+    hint = "Install with: pip install 'nsa[gguf]'"
+    check(
+        find_spec("gguf") is not None, _MODEL, "be a folder without the package gguf", source, hint
+    )
+    from transformers import GgufConfig  # not in older versions
+
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent}
     where["gguf_file"] = source.name
-    AutoModelForCausalLM.from_pretrained(**where).save_pretrained(folder)
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=whole)
+    model.hf_quantizer = None  # it would refuse to save the dequantized weights
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

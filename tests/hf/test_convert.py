@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,52 @@ def test_lora_attaches(tmp_path):
         assert torch.equal(adapted(input_ids=x).logits, before)
 
 
+def write_gguf(file: Path, model: PreTrainedModel) -> None:
+    """Write a Llama as llama.cpp does, with rotated pairs side by side."""
+    import gguf
+
+    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["ab", *map(chr, range(97, 96 + config.vocab_size))])
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1] * config.vocab_size)
+    for name, x in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:
+            halves = x.view(-1, 2, config.head_dim // 2, config.hidden_size)
+            x = halves.transpose(1, 2).reshape(x.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), x.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def test_a_gguf_file(tmp_path):
+    """Its floats are fp32, so that the norms' constant is near 1e-5; transformers gives it so."""
+    pytest.importorskip("gguf")
+    source = dense(tmp_path / "dense", rms_norm_eps=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    write_gguf(tmp_path / "model.gguf", model)
+    convert(tmp_path / "model.gguf", tmp_path / "sparse", **PATTERN)
+    sparse = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    assert sparse.config.norm_eps == 9.999999747378752e-06
+    x = tokens(2, SAME)
+    torch.testing.assert_close(sparse(x).logits, model(x).logits, rtol=0, atol=1e-4)
+    assert (tmp_path / "sparse/tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
@@ -281,6 +328,9 @@ def test_the_command(tmp_path, monkeypatch, command, refusal):
     x = tokens(1, 2 * SAME)
     models = [AutoModelForCausalLM.from_pretrained(name) for name in ("dense", "other")]
     torch.testing.assert_close(*(m(x).logits for m in models), rtol=0, atol=1e-4)
+    if find_spec("gguf") is None:
+        Path("model.gguf").touch()
+        assert "without the package gguf, got model.gguf" in refusal("convert model.gguf more")
     file = source / "config.json"
     config = json.loads(file.read_text())
     for change, said in (
