@@ -111,7 +111,7 @@ def convert(
         NSALMConfig.of(config, **values).save_pretrained(unfinished)
         (unfinished / CODE_FILE).write_text(CODE, encoding="utf-8")
     blocks, same = f"{num_selected_blocks} blocks of {block_size}", num_selected_blocks * block_size
-    return f"{target}: {kind} with {blocks}, equal to {source} for the first {same:,} tokens"
+    return f"{target}: {kind} with {blocks}, equal to the dense model for the first {same:,} tokens"
 
 
 def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
@@ -138,9 +138,10 @@ def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
     heads = dense.num_attention_heads
     size = getattr(dense, "head_dim", None) or dense.hidden_size // heads
     bias = "all" if getattr(dense, "attention_bias", False) else "none"
+    fields: dict[str, Any] = {"projection_bias": "qkv" if dense.model_type == "qwen2" else bias}
     # Fields of the compressed branch, which is off, must fit the block size.
     block = min(pattern.get("block_size", 64), 32)
-    fields: dict[str, Any] = {"compress_block_size": block, "compress_stride": min(block, 16)}
+    fields |= {"compress_block_size": block, "compress_stride": min(block, 16)}
     nsa = NSAConfig(
         num_heads=heads,
         num_kv_heads=dense.num_key_value_heads,
@@ -153,7 +154,6 @@ def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
         rope_scaling=_rope_scaling(dense, size),
         qk_norm=dense.model_type == "qwen3",
         qk_norm_eps=dense.rms_norm_eps,
-        projection_bias="qkv" if dense.model_type == "qwen2" else bias,
         **fields,
         **pattern,
     )

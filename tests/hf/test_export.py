@@ -252,10 +252,10 @@ DENSE: dict[str, Any] = {"attention": "dense", "mlp": "swiglu", "value_dim": 16}
 def test_llama_has_equal_logits(changes, tmp_path):
     """What differs is rounding: Llama's norms and angles are fp32 in fp64 models, too."""
     model = tiny_model(**DENSE, **changes).lm
-    for name, x in model.named_parameters():
+    for name, bias in model.named_parameters():
         if name.endswith("bias"):
-            assert not x.any()
-            torch.nn.init.normal_(x)
+            assert not bias.any()
+            torch.nn.init.normal_(bias)
     as_llama(model, {}).save_pretrained(tmp_path)
     llama, x = LlamaForCausalLM.from_pretrained(tmp_path), tokens(2, 60)
     torch.testing.assert_close(llama(x).logits, model(x), rtol=0, atol=1e-5)
