@@ -57,9 +57,9 @@ def convert(
     """Write a dense model as a sparse one to a new folder, which :mod:`nsa.hf` loads.
 
     The model has the selected branch alone, with a gate of 1, and keeps the dense model's weights
-    under their names: files are hard links, or copies on another file system. While all blocks
-    are selected, that is for ``num_selected_blocks * block_size`` tokens, its logits are those of
-    the dense model.
+    under their names: these files are hard links, or copies on another file system. While all
+    blocks are selected, that is for ``num_selected_blocks * block_size`` tokens, its logits are
+    those of the dense model.
 
     Args:
         source: folder of transformers with safetensors (Llama, Mistral, Qwen 2, Qwen 3), or a GGUF
@@ -101,11 +101,12 @@ def convert(
         wanted = {llama_name(name): x for name, x in LanguageModel(config).named_parameters()}
         stored = open_weights(_MODEL, source, files)
         check_weights(_MODEL, stored, wanted, is_tied=config.tie_head)
-    kept = [x.name for x in source.iterdir() if x.suffix in _KEPT and x.name != CONFIG]
     with new_folder(target) as unfinished:
-        for name in {*kept, *weight_files(_MODEL, source)}:
-            if (source / name).is_file():
-                _link(source / name, unfinished / name)
+        for file in source.iterdir():
+            if file.is_file() and file.suffix in _KEPT and file.name != CONFIG:
+                shutil.copyfile(file, unfinished / file.name)
+        for name in weight_files(_MODEL, source):
+            _link(source / name, unfinished / name)
         values = {name: getattr(dense, name) for name in _SHARED}
         values["architectures"] = ["NSAForCausalLM"]
         NSALMConfig.of(config, **values).save_pretrained(unfinished)
@@ -200,7 +201,10 @@ def _rope_scaling(dense: PretrainedConfig, size: int) -> RopeScaling | None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file, which may be a symbolic link itself; copy it to another file system."""
+    """Link a file, which may be a symbolic link itself; copy it to another file system.
+
+    Only for weights: safetensors replaces a file that it saves, other writers change it in place.
+    """
     try:
         target.hardlink_to(source.resolve())
     except OSError:
