@@ -61,7 +61,7 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         return
     found = read_object(_WHERE, path / CONFIG)
     kind = found.get("model_type")
-    hint = "nsa export makes both."
+    hint = "nsa export and nsa convert make them."
     check(kind in ("nsa_lm", "llama"), _WHERE, "be of type nsa_lm or llama", kind, hint)
     if kind == "llama":
         check_llama(_WHERE, found, model.config)
