@@ -118,6 +118,9 @@ class NSAConfig:
         rope_scaling: see :class:`RopeScaling`.
         qk_norm: RMSNorm of each query and key head before rotation and compression, with one
             weight ``[head_dim]`` per projection.
+        qk_norm_eps: constant inside that RMSNorm.
+        projection_bias: biases of the projections: ``none``, ``qkv`` (queries, keys and values) or
+            ``all`` (also the output).
 
     Values may be those parsed from JSON: ``NSAConfig(**json.loads(json.dumps(asdict(config))))`` is
     equal to ``config``.
@@ -159,6 +162,8 @@ class NSAConfig:
     rotary_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    projection_bias: Literal["none", "qkv", "all"] = "none"
 
     # All fields as JSON, the form in which registered operators accept the pattern.
     text: ClassVar[str]
@@ -173,7 +178,7 @@ class NSAConfig:
         self._check_selection()
         plain = self.gate == "sigmoid" or self.gate_bias == 0
         check_field(self, plain, "gate_bias", f"be 0 with gate {self.gate}")
-        check_positive(self, "gate_temperature")
+        check_positive(self, "gate_temperature", "qk_norm_eps")
         plain = self.gate == "softmax" or self.gate_temperature == 1
         check_field(self, plain, "gate_temperature", f"be 1 with gate {self.gate}")
         names = set(self.branches)

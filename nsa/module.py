@@ -29,7 +29,6 @@ from nsa.stages import GATES, PROJECTION, in_stage, stage
 
 logger = logging.getLogger(__name__)
 
-QK_NORM_EPS = 1e-6
 # Name of each projection and of its module, in the order of the columns.
 PROJECTIONS = [
     (name, f"{name}_proj")
@@ -290,13 +289,15 @@ class NativeSparseAttention(ProjectedAttention):
         if config.qk_norm:
             for name in self.projections:
                 if name[0] in "qk" and not name.endswith("idx"):
-                    setattr(self, f"{name}_norm", RMSNorm(config.head_dim, eps=QK_NORM_EPS))
+                    norm = RMSNorm(config.head_dim, eps=config.qk_norm_eps)
+                    setattr(self, f"{name}_norm", norm)
         if config.compresses_keys:
             self.phi_k = Compression(config, config.head_dim)
         if "cmp" in config.branches:
             self.phi_v = Compression(config, config.value_dim)
         self.gate = Gate(width, config)
-        self.o_proj = self._linear(config.num_heads * config.value_dim, width)
+        sizes = (config.num_heads * config.value_dim, width)
+        self.o_proj = self._linear(*sizes, bias=config.projection_bias == "all")
         self.describe_columns(parts, self.gate.columns if self.gate.is_linear else None)
         # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
         # DDP would broadcast it.
@@ -306,9 +307,11 @@ class NativeSparseAttention(ProjectedAttention):
         self.freeze_scoring()
 
     @staticmethod
-    def _linear(in_size: int, out_size: int) -> nn.Linear:
-        linear = nn.Linear(in_size, out_size, bias=False)
+    def _linear(in_size: int, out_size: int, *, bias: bool) -> nn.Linear:
+        linear = nn.Linear(in_size, out_size, bias=bias)
         nn.init.normal_(linear.weight, std=0.02)
+        if bias:
+            nn.init.zeros_(linear.bias)
         return linear
 
     def freeze_scoring(self) -> None:
@@ -345,7 +348,8 @@ class NativeSparseAttention(ProjectedAttention):
                 of = config.scoring if name in index else config
                 number = of.num_heads if name[0] == "q" else of.num_kv_heads
                 size = of.value_dim if name[0] == "v" else of.head_dim
-                setattr(self, key, self._linear(self.width, number * size))
+                bias = config.projection_bias != "none" and name not in index
+                setattr(self, key, self._linear(self.width, number * size, bias=bias))
                 rotated = name in ("q", "k", "k_slc", "k_win", *index)
                 outputs = (False, True) if name in raw else (rotated,)
                 rotary = of.rotary_dim if name in index else None

@@ -114,6 +114,8 @@ OTHERS: dict[str, Any] = {
     "rotary_dim": 32,
     "rope_scaling": RopeScaling("yarn", 4.0, 512, 16.0, 2.0),
     "qk_norm": True,
+    "qk_norm_eps": 1e-5,
+    "projection_bias": "qkv",
 }
 
 

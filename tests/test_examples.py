@@ -35,6 +35,18 @@ def test_llama_is_dense_up_to_the_selected_tokens(capsys):
     assert capsys.readouterr().out == "equal for the first 128 of 256 tokens\n"
 
 
+def test_a_converted_model_answers_as_the_dense_one(capsys):
+    from examples import convert
+
+    torch.manual_seed(0)
+    convert.main()
+    said, dense, sparse, same, beyond = capsys.readouterr().out.splitlines()
+    assert "llama with 24 blocks of 64" in said
+    assert dense.removeprefix("dense: ") == sparse.removeprefix("sparse: ")
+    assert dense.startswith("dense: 'The capital of France is")
+    assert float(same.rpartition(" ")[2]) < 1e-4 < 1e-2 < float(beyond.rpartition(" ")[2])
+
+
 def test_training_on_own_text(tmp_path, monkeypatch, capsys):
     """The commands that the shell would start run in this process."""
     monkeypatch.chdir(tmp_path)
@@ -59,7 +71,7 @@ def test_training_on_own_text(tmp_path, monkeypatch, capsys):
 
 def test_every_example_is_run_here():
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert names == {"nanogpt.py", "generate.py", "llama.py", "own_text.sh"}
+    assert names == {"nanogpt.py", "generate.py", "llama.py", "convert.py", "own_text.sh"}
 
 
 def test_chart_shows_the_committed_rows(tmp_path):

@@ -33,6 +33,7 @@ COMMANDS = Group(
         "compare": Command(runs.compare, "train"),
         "generate": Command(generation.generate, "train"),
         "export": Command(runs.export, "train"),
+        "convert": Command(runs.convert, "train"),
         "inspect": Command(runs.inspect, "train"),
         "check": Command(runs.check, "train"),
         "report": Command(runs.report, "train"),

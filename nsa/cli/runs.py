@@ -1,6 +1,6 @@
-"""``nsa eval``, ``compare``, ``inspect``, ``export``, ``check``, ``report`` and ``track``.
+"""Commands that read the folders of runs, and ``nsa convert``.
 
-These commands read the folders of runs; heavy imports are inside the functions.
+Heavy imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -253,6 +253,53 @@ def export(
             opened, folder, layout=layout, checkpoint=checkpoint, dtype=dtype, shard_size=shard_size
         )
     )
+    return 0
+
+
+def convert(
+    model: Path,
+    out: Path,
+    *,
+    num_selected_blocks: int = 24,
+    num_init_blocks: int = 1,
+    num_local_blocks: int = 9,
+    block_size: int = 64,
+    scores: Literal["token_max", "compressed", "random"] = "token_max",
+) -> int:
+    """Make a dense pretrained model sparse, without training.
+
+    MODEL is a folder of transformers with a Llama, Mistral, Qwen 2 or Qwen 3. OUT links or copies
+    its weights and describes a model that has the selected branch alone. Logits are those of the
+    dense model for the first N * SIZE tokens, with N selected blocks of SIZE tokens. Beyond that
+    the model reads less than it was trained with: measure it, or train it further.
+      nsa convert Qwen3-0.6B sparse
+      nsa convert Qwen3-0.6B sparse --num-selected-blocks 64
+
+    Args:
+        model: folder with config.json and weights as safetensors, or a GGUF file
+        out: folder to create
+        num_selected_blocks: blocks that a query attends to, with the forced ones
+        num_init_blocks: forced first blocks
+        num_local_blocks: forced most recent blocks
+        block_size: tokens of a block, 16, 32, 64 or 128
+        scores: scores of blocks; token_max is the largest weight of a token
+    """
+    from nsa.extras import require
+
+    require("nsa convert", "hf")
+
+    from nsa.hf.convert import convert
+
+    line = convert(
+        model,
+        out,
+        num_selected_blocks=num_selected_blocks,
+        num_init_blocks=num_init_blocks,
+        num_local_blocks=num_local_blocks,
+        block_size=block_size,
+        scores=scores,
+    )
+    print(line)
     return 0
 
 

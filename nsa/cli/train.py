@@ -61,7 +61,7 @@ def train(
         config: name of a configuration (see nsa configs) or a YAML file
         run_dir: folder to create for this run (default runs/<config>-<n>)
         resume: folder of a run to continue, instead of CONFIG
-        init_from: folder of another run or of nsa export with the initial weights
+        init_from: folder of another run, nsa export or nsa convert with the initial weights
         checkpoint: checkpoint of --init-from: last, best or a step (default last)
         settings: settings of the configuration
     """

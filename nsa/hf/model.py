@@ -21,10 +21,15 @@ from transformers.utils.generic import can_return_tuple
 from nsa.errors import check, fail
 from nsa.hf.cache import GenerationCache
 from nsa.hf.config import CODE, CODE_FILE, NSALMConfig
+from nsa.lm.llama import LAYER_NAMES
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
+
+# Names in folders of nsa convert, which are those of Llama, as patterns of transformers.
+_FROM_LLAMA = {r"embed_tokens\.": r"embedding\.", r"^lm_head\.": r"^model\.head\."}
+_FROM_LLAMA |= {rf"\.{theirs}\.": rf"\.{ours}\." for ours, theirs in LAYER_NAMES.items()}
 
 
 def _documents(
@@ -105,8 +110,12 @@ class NSAPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _input_embed_layer = "embedding"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers reads them from the class)
-    # Heads that a model without them may find in a folder.
-    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?head\.weight$", r"^score\."]  # noqa: RUF012
+    # Heads that a model without them may find in a folder, and buffers of old Llamas.
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^(model\.)?head\.weight$",
+        r"^score\.",
+        r"rotary_emb\.inv_freq$",
+    ]
     # The model's own attention does not use the attention functions and caches of transformers.
     _supports_attention_backend = False
     _can_compile_fullgraph = False
@@ -149,6 +158,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             ValueError: weights are missing or unexpected.
             RuntimeError: a weight has another shape.
         """
+        kwargs = {"key_mapping": _FROM_LLAMA, **kwargs}
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         rules = {"missing": "hold {}", "unexpected": "hold no {}", "mismatched": "fit at {}"}

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa.attention import AttentionInputs
 from nsa.cache import LayerCache
 from nsa.config import NSAConfig
-from nsa.module import QK_NORM_EPS, ProjectedAttention, RMSNorm
+from nsa.module import ProjectedAttention, RMSNorm
 from nsa.ops._backend import on_gpu
 from nsa.ops._sequences import Sequences, open_layer_input
 from nsa.ops.projection import Heads
@@ -57,13 +57,14 @@ class DenseAttention(ProjectedAttention):
 
     def __init__(self, width: int, config: NSAConfig) -> None:
         super().__init__(width, config)
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=False)
+        has_bias, is_all = config.projection_bias != "none", config.projection_bias == "all"
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=has_bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=has_bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.value_dim, bias=has_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.value_dim, width, bias=is_all)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
-            self.k_norm = RMSNorm(config.head_dim, eps=QK_NORM_EPS)
+            self.q_norm = RMSNorm(config.head_dim, eps=config.qk_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.qk_norm_eps)
         queries = Heads(config.num_heads, config.head_dim, (True,))
         keys = Heads(config.num_kv_heads, config.head_dim, (True,))
         self.describe_columns([queries, keys, Heads(config.num_kv_heads, config.value_dim)])

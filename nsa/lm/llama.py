@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
 from nsa.errors import check
 from nsa.lm.config import LMConfig
 
+LLAMA_EMBEDDING = "model.embed_tokens.weight"
 _OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_INNER = {
+LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
     "mlp_norm": "post_attention_layernorm",
@@ -23,7 +25,7 @@ def llama_name(name: str) -> str:
     if first != "layers":
         return f"{_OUTER[first]}.{rest}"
     number, part, rest = rest.split(".", 2)
-    return f"model.layers.{number}.{_INNER[part]}.{rest}"
+    return f"model.layers.{number}.{LAYER_NAMES[part]}.{rest}"
 
 
 def llama_settings(config: LMConfig) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def llama_settings(config: LMConfig) -> dict[str, Any]:
     Raises:
         ValueError: Llama does not support the model; the message names the setting.
     """
-    nsa, scaling = config.nsa, config.nsa.rope_scaling
+    nsa, scaling, bias = config.nsa, config.nsa.rope_scaling, config.nsa.projection_bias
     heads, size, kind = nsa.num_heads, nsa.head_dim, None if scaling is None else scaling.kind
     needed = (
         ("layers", config.layers, "be left out", config.layers is None),
@@ -45,6 +47,7 @@ def llama_settings(config: LMConfig) -> dict[str, Any]:
         ("nsa.rotary_dim", nsa.rotary_dim, f"be {size}", nsa.rotary_dim in (None, size)),
         ("nsa.rope_scaling", kind, "be linear, llama3 or left out", kind != "yarn"),
         ("nsa.qk_norm", nsa.qk_norm, "be false", not nsa.qk_norm),
+        ("nsa.projection_bias", bias, "be none or all", bias != "qkv"),
         ("width", config.width, f"be a multiple of num_heads ({heads})", config.width % heads == 0),
     )
     for name, value, rule, holds in needed:
@@ -68,7 +71,7 @@ def llama_settings(config: LMConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_head,
-        "attention_bias": False,
+        "attention_bias": bias == "all",
         "mlp_bias": False,
     }
 
@@ -103,4 +106,16 @@ def check_llama(argument: str, found: Mapping[str, Any], config: LMConfig) -> No
     values["rope_parameters"] = rope
     for name, wanted in llama_settings(config).items():
         value = values.get(name)
-        check(value == wanted, argument, f"have {name} {wanted}, as the run", value)
+        check(
+            _as_fp32(value) == _as_fp32(wanted),
+            argument,
+            f"have {name} {wanted}, as the run",
+            value,
+        )
+
+
+def _as_fp32(value: Any) -> Any:
+    """Round floats as files of other programs store them; other values stay."""
+    if isinstance(value, dict):
+        return {key: _as_fp32(x) for key, x in value.items()}
+    return ctypes.c_float(value).value if isinstance(value, float) else value

@@ -151,6 +151,8 @@ class LanguageModel(nn.Module):
                         is_output = name in ("o_proj", "down_proj")
                         scale = math.sqrt(2 * len(self.layers)) if is_output else 1.0
                         nn.init.normal_(child.weight, std=std / scale)
+                        if child.bias is not None:
+                            nn.init.zeros_(child.bias)
 
     def forward(
         self,

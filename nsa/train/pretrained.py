@@ -1,17 +1,19 @@
-"""Initial weights of a run: from another run, or from a folder of ``nsa export``."""
+"""Initial weights of a run: from another run, or from a folder in transformers' format."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from nsa.errors import check, fail
-from nsa.lm.llama import check_llama, llama_name
+from nsa.lm.llama import LLAMA_EMBEDDING, check_llama, llama_name
 from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import load_tensors, read_into
 from nsa.train.run_folder import RunFolder
@@ -23,6 +25,8 @@ CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX, _FLOATS = ".safetensors", ("F64", "F32", "F16", "BF16")
 _WHERE = "--init-from"
+# Buffers in old checkpoints, which every reader computes itself.
+ROTARY = "rotary_emb.inv_freq"
 
 
 def is_exported(path: Path) -> bool:
@@ -50,46 +54,87 @@ def load_initial(path: Path, model: LanguageModel) -> None:
         ValueError: the checkpoint or folder is damaged, contains another model, or weights that are
             not finite. Nothing has been loaded then.
     """
-    index = [name for name in weights(model) if "_idx_proj." in name]
-    if not is_exported(path):
-        _log_absent(path, load_tensors(path, weights(model), index))
-        return
-    found = _json(path / CONFIG)
-    kind = found.get("model_type")
-    hint = "nsa export makes both."
-    check(kind in ("nsa_lm", "llama"), _WHERE, "be of type nsa_lm or llama", kind, hint)
     wanted = weights(model)
+    index = [name for name in wanted if "_idx_proj." in name]
+    if not is_exported(path):
+        _log_absent(path, load_tensors(path, wanted, index))
+        return
+    found = read_object(_WHERE, path / CONFIG)
+    kind = found.get("model_type")
+    hint = "nsa export and nsa convert make them."
+    check(kind in ("nsa_lm", "llama"), _WHERE, "be of type nsa_lm or llama", kind, hint)
     if kind == "llama":
         check_llama(_WHERE, found, model.config)
-        wanted = {llama_name(name.removeprefix("model.")): x for name, x in wanted.items()}
-    names = [_FILE]
-    if not (path / _FILE).is_file():
-        names = _indexed(path / _INDEX)
     with ExitStack() as files:
-        stored = dict[str, Any]()
-        for name in names:
-            try:
-                file = files.enter_context(safe_open(path / name, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                fail(_WHERE, "hold tensors in the format of safetensors", f"{name} ({error})")
-            stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        absent = [name for name in index if name not in stored]
-        wanted = {name: x for name, x in wanted.items() if name not in absent}
+        stored = open_weights(_WHERE, path, files)
+        names = {name: name for name in wanted}
+        if kind == "llama" or LLAMA_EMBEDDING in stored:  # nsa convert keeps Llama's names
+            names = {name: llama_name(name.removeprefix("model.")) for name in wanted}
+        absent = [name for name in index if names[name] not in stored]
+        wanted = {names[name]: x for name, x in wanted.items() if name not in absent}
+        check_weights(_WHERE, stored, wanted, is_tied=model.config.tie_head)
         for name, tensor in wanted.items():
-            shape = tuple(stored[name].get_shape()) if name in stored else None
-            rule = f"hold {name} as {tuple(tensor.shape)}"
-            check(shape == tuple(tensor.shape), _WHERE, rule, shape)
-            kind = stored[name].get_dtype()
-            check(kind in _FLOATS, _WHERE, f"hold {name} as one of {', '.join(_FLOATS)}", kind)
             is_finite = stored[name][...].to(tensor.dtype).isfinite().all()
             check(bool(is_finite), _WHERE, f"hold finite numbers in {name}", "inf or nan")
-        extra = sorted(stored.keys() - wanted.keys())
-        if model.config.tie_head and extra == ["lm_head.weight"]:
-            extra = []
-        check(not extra, _WHERE, f"hold no {', '.join(extra[:1])}", "one")
         for name, tensor in wanted.items():
             read_into(tensor, [stored[name]])
     _log_absent(path, absent)
+
+
+def weight_files(argument: str, path: Path) -> list[str]:
+    """Names of the files with weights in a folder of transformers.
+
+    Args:
+        argument: argument that named the folder, for messages.
+        path: the folder.
+
+    Raises:
+        ValueError: the folder has neither one file nor the index of several.
+    """
+    return [_FILE] if (path / _FILE).is_file() else _indexed(argument, path / _INDEX)
+
+
+def open_weights(argument: str, path: Path, files: ExitStack) -> dict[str, Any]:
+    """Open the tensors of a folder of transformers as slices by name, without reading them.
+
+    Args:
+        argument: argument that named the folder, for messages.
+        path: the folder.
+        files: closes the files.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    stored = dict[str, Any]()
+    for name in weight_files(argument, path):
+        try:
+            file = files.enter_context(safe_open(path / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            fail(argument, "hold tensors in the format of safetensors", f"{name} ({error})")
+        stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return stored
+
+
+def check_weights(
+    argument: str, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], *, is_tied: bool
+) -> None:
+    """Raise an error if stored weights differ from a model's in names, shapes or kind of number.
+
+    Args:
+        argument: argument that named the folder, for messages.
+        stored: slices of the folder.
+        wanted: weights of the model, by their names in the folder.
+        is_tied: whether the head is the embedding; the folder may contain it too.
+    """
+    for name, tensor in wanted.items():
+        shape = tuple(stored[name].get_shape()) if name in stored else None
+        rule = f"hold {name} as {tuple(tensor.shape)}"
+        check(shape == tuple(tensor.shape), argument, rule, shape)
+        kind = stored[name].get_dtype()
+        check(kind in _FLOATS, argument, f"hold {name} as one of {', '.join(_FLOATS)}", kind)
+    extra = {name for name in stored if not name.endswith(ROTARY)} - wanted.keys()
+    extra -= {"lm_head.weight"} if is_tied else set()
+    check(not extra, argument, f"hold no {min(extra, default=None)}", "one")
 
 
 def _log_absent(path: Path, names: list[str]) -> None:
@@ -98,20 +143,21 @@ def _log_absent(path: Path, names: list[str]) -> None:
         logger.info("%s are not in %s and keep their initial values", count, path)
 
 
-def _indexed(path: Path) -> list[str]:
+def _indexed(argument: str, path: Path) -> list[str]:
     """Return the files that an index names, which must be in the same folder."""
-    found: Any = _json(path).get("weight_map")
-    check(isinstance(found, dict), _WHERE, f"hold a weight_map in {path.name}", found)
+    found: Any = read_object(argument, path).get("weight_map")
+    check(isinstance(found, dict), argument, f"hold a weight_map in {path.name}", found)
     for name in found.values():
         is_beside = isinstance(name, str) and name == Path(name).name and name.endswith(_SUFFIX)
-        check(is_beside, _WHERE, f"name files *{_SUFFIX} of the folder in {path.name}", name)
+        check(is_beside, argument, f"name files *{_SUFFIX} of the folder in {path.name}", name)
     return sorted({*found.values()})
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(argument: str, path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file in the folder that ``argument`` named."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        fail(_WHERE, "hold JSON in its files", f"{path} ({error})")
-    check(isinstance(found, dict), _WHERE, "hold JSON objects in its files", path)
+        fail(argument, "hold JSON in its files", f"{path} ({error})")
+    check(isinstance(found, dict), argument, "hold JSON objects in its files", path)
     return dict(found)

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -244,12 +245,17 @@ DENSE: dict[str, Any] = {"attention": "dense", "mlp": "swiglu", "value_dim": 16}
     [
         {"tie_head": True, "norm_eps": 1e-3, "num_heads": 3, "num_kv_heads": 1},
         {"rope_theta": 500.0, "rope_scaling": RopeScaling("linear", 3.0)},
+        {"projection_bias": "all"},
     ],
     ids=str,
 )
 def test_llama_has_equal_logits(changes, tmp_path):
     """What differs is rounding: Llama's norms and angles are fp32 in fp64 models, too."""
     model = tiny_model(**DENSE, **changes).lm
+    for name, bias in model.named_parameters():
+        if name.endswith("bias"):
+            assert not bias.any()
+            torch.nn.init.normal_(bias)
     as_llama(model, {}).save_pretrained(tmp_path)
     llama, x = LlamaForCausalLM.from_pretrained(tmp_path), tokens(2, 60)
     torch.testing.assert_close(llama(x).logits, model(x), rtol=0, atol=1e-5)
@@ -267,6 +273,7 @@ def test_llama_has_equal_logits(changes, tmp_path):
             {"rope_scaling": RopeScaling("yarn", 2.0)},
             "rope_scaling must be linear, llama3 or left out",
         ),
+        ({"projection_bias": "qkv"}, "projection_bias must be none or all"),
         ({"num_heads": 10}, r"model.width must be a multiple of num_heads \(10\)"),
     ],
 )
@@ -292,6 +299,13 @@ def test_llamas_of_other_settings(change, match):
     check_llama("a", found, config)
     old = {key: x for key, x in found.items() if key != "rope_parameters"}
     check_llama("a", {**old, "rope_theta": config.nsa.rope_theta}, config)
+    in_fp32 = {"rms_norm_eps": float(np.float32(config.norm_eps))}
+    assert in_fp32["rms_norm_eps"] != config.norm_eps
+    check_llama("a", {**found, **in_fp32}, config)
+    with pytest.raises(
+        ValueError, match=r"^a must have rms_norm_eps 1e-06, as the run, got 1.1e-06"
+    ):
+        check_llama("a", {**found, "rms_norm_eps": 1.1e-6}, config)
     with pytest.raises(ValueError, match=f"^a must {match}"):
         check_llama("a", {**found, **change}, config)
 

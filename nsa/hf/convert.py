@@ -1,0 +1,228 @@
+"""Conversion of a dense pretrained model in Llama's layout to a sparse one, without training."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from nsa.config import NSAConfig, RopeScaling
+from nsa.errors import check
+from nsa.files import new_folder
+from nsa.hf.config import CODE, CODE_FILE, NSALMConfig
+from nsa.lm.config import LMConfig
+from nsa.lm.llama import llama_name
+from nsa.lm.model import LanguageModel
+from nsa.rope import Rope
+from nsa.train.pretrained import (
+    CONFIG,
+    check_weights,
+    is_exported,
+    open_weights,
+    read_object,
+    weight_files,
+)
+
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_MODEL, _OUT = "MODEL", "OUT"
+# Tokenizer, generation settings, index of the weights, licence.
+_KEPT = (".json", ".txt", ".model", ".jinja", "")
+# Settings of the model that have the same meaning in both configurations.
+_SHARED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype")
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    num_selected_blocks: int = 24,
+    num_init_blocks: int = 1,
+    num_local_blocks: int = 9,
+    block_size: int = 64,
+    scores: str = "token_max",
+) -> str:
+    """Write a dense model as a sparse one to a new folder, which :mod:`nsa.hf` loads.
+
+    The model has the selected branch alone, with a gate of 1, and keeps the dense model's weights
+    under their names: these files are hard links, or copies on another file system. While all
+    blocks are selected, that is for ``num_selected_blocks * block_size`` tokens, its logits are
+    those of the dense model.
+
+    Args:
+        source: folder of transformers with safetensors (Llama, Mistral, Qwen 2, Qwen 3), or a GGUF
+            file, whose weights are dequantized (needs the package ``gguf``).
+        target: folder to create.
+        num_selected_blocks: see :class:`nsa.NSAConfig`, as all further arguments.
+        num_init_blocks: see there.
+        num_local_blocks: see there.
+        block_size: see there.
+        scores: see there; ``index`` needs weights that a dense model lacks.
+
+    Returns:
+        One line that describes the result.
+
+    Raises:
+        ValueError: the target exists, or the model has a setting or weights that a sparse model
+            does not support; the message names them.
+    """
+    pattern: dict[str, Any] = {
+        "num_selected_blocks": num_selected_blocks,
+        "num_init_blocks": num_init_blocks,
+        "num_local_blocks": num_local_blocks,
+        "block_size": block_size,
+        "scores": scores,
+    }
+    check(not target.exists(), _OUT, "not exist yet", target)
+    check(scores != "index", "scores", "be token_max, compressed or random", scores)
+    if source.suffix == ".gguf":
+        with TemporaryDirectory(dir=target.parent, prefix=".unfinished") as folder:
+            _dequantize(source, Path(folder))
+            return convert(Path(folder), target, **pattern)
+    rule = f"be a folder with {CONFIG}, or a file *.gguf"
+    check(is_exported(source), _MODEL, rule, source)
+    kind = read_object(_MODEL, source / CONFIG).get("model_type")
+    check(kind in _KINDS, f"model_type of {_MODEL}", f"be one of {', '.join(_KINDS)}", kind)
+    dense = AutoConfig.from_pretrained(source)
+    config = sparse_config(dense, **pattern)
+    with ExitStack() as files, torch.device("meta"):
+        wanted = {llama_name(name): x for name, x in LanguageModel(config).named_parameters()}
+        stored = open_weights(_MODEL, source, files)
+        check_weights(_MODEL, stored, wanted, is_tied=config.tie_head)
+    with new_folder(target) as unfinished:
+        for file in source.iterdir():
+            if file.is_file() and file.suffix in _KEPT and file.name != CONFIG:
+                shutil.copyfile(file, unfinished / file.name)
+        for name in weight_files(_MODEL, source):
+            _link(source / name, unfinished / name)
+        values = {name: getattr(dense, name) for name in _SHARED}
+        values["architectures"] = ["NSAForCausalLM"]
+        NSALMConfig.of(config, **values).save_pretrained(unfinished)
+        (unfinished / CODE_FILE).write_text(CODE, encoding="utf-8")
+    blocks, same = f"{num_selected_blocks} blocks of {block_size}", num_selected_blocks * block_size
+    return f"{target}: {kind} with {blocks}, equal to the dense model for the first {same:,} tokens"
+
+
+def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
+    """Return the configuration of the sparse model.
+
+    Args:
+        dense: configuration of a Llama, Mistral, Qwen 2 or Qwen 3.
+        pattern: fields of :class:`nsa.NSAConfig` that describe the selection.
+
+    Raises:
+        ValueError: a setting is not supported; the message names it and its value.
+    """
+    window, longest = getattr(dense, "sliding_window", None), dense.max_position_embeddings
+    kinds = getattr(dense, "layer_types", None) or ["sliding_attention"]
+    is_wide = window is None or window >= longest or "sliding_attention" not in kinds
+    quantization, mlp_bias = getattr(dense, "quantization_config", None), "mlp_bias"
+    for name, value, rule, fits in (
+        ("hidden_act", dense.hidden_act, "be silu", dense.hidden_act in ("silu", "swish")),
+        ("sliding_window", window, f"be null or at least {longest}", is_wide),
+        (mlp_bias, True, "be false", not getattr(dense, mlp_bias, False)),
+        ("quantization_config", quantization, "be absent", quantization is None),
+    ):
+        check(fits, f"{name} of {_MODEL}", rule, value)
+    heads = dense.num_attention_heads
+    size = getattr(dense, "head_dim", None) or dense.hidden_size // heads
+    bias = "all" if getattr(dense, "attention_bias", False) else "none"
+    fields: dict[str, Any] = {"projection_bias": "qkv" if dense.model_type == "qwen2" else bias}
+    # Fields of the compressed branch, which is off, must fit the block size.
+    block = min(pattern.get("block_size", 64), 32)
+    fields |= {"compress_block_size": block, "compress_stride": min(block, 16)}
+    nsa = NSAConfig(
+        num_heads=heads,
+        num_kv_heads=dense.num_key_value_heads,
+        head_dim=size,
+        value_dim=size,
+        branches=("slc",),
+        share_kv=True,
+        gate="fixed",
+        rope_theta=dense.rope_parameters["rope_theta"],
+        rope_scaling=_rope_scaling(dense, size),
+        qk_norm=dense.model_type == "qwen3",
+        qk_norm_eps=dense.rms_norm_eps,
+        **fields,
+        **pattern,
+    )
+    return LMConfig(
+        vocab_size=dense.vocab_size,
+        width=dense.hidden_size,
+        num_layers=dense.num_hidden_layers,
+        nsa=nsa,
+        mlp="swiglu",
+        mlp_hidden_size=dense.intermediate_size,
+        tie_head=dense.tie_word_embeddings,
+        norm_eps=dense.rms_norm_eps,
+        init_std=dense.initializer_range,
+    )
+
+
+def _rope_scaling(dense: PretrainedConfig, size: int) -> RopeScaling | None:
+    """Scaling of the rotary frequencies; an error unless frequencies equal those of transformers.
+
+    Args:
+        dense: see :func:`sparse_config`.
+        size: size of a head.
+    """
+    given, name = dense.rope_parameters, f"rope_parameters of {_MODEL}"
+    kind = given.get("rope_type")
+    kinds = ("default", "linear", "yarn", "llama3")
+    check(kind in kinds, name, f"have a rope_type of {', '.join(kinds)}", given)
+    if kind == "default":
+        return None
+    names = {"factor": "factor", "original_max_position": "original_max_position_embeddings"}
+    names |= {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    if kind == "llama3":
+        names |= {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"}
+    known = {ours: given[theirs] for ours, theirs in names.items() if given.get(theirs) is not None}
+    scaling = RopeScaling(kind, **known)
+    cpu = torch.device("cpu")
+    wanted, magnitude = ROPE_INIT_FUNCTIONS[kind](dense, cpu)
+    rope = Rope(size, given["rope_theta"], scaling)
+    found = rope.inverse_frequencies(cpu)
+    fits = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=0)
+    fits = fits and math.isclose(rope.magnitude, magnitude, rel_tol=1e-6)
+    check(fits, name, "have no other settings than nsa.RopeScaling", given)
+    return scaling
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file, which may be a symbolic link itself; copy it to another file system.
+
+    Only for weights: safetensors replaces a file that it saves, other writers change it in place.
+    """
+    try:
+        target.hardlink_to(source.resolve())
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _dequantize(source: Path, folder: Path) -> None:
+    """Write a GGUF file as a folder of transformers."""
+    hint = "Install with: pip install 'nsa[gguf]'"
+    check(
+        find_spec("gguf") is not None, _MODEL, "be a folder without the package gguf", source, hint
+    )
+    from transformers import GgufConfig  # not in older versions
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent}
+    where["gguf_file"] = source.name
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**where, quantization_config=whole)
+    model.hf_quantizer = None  # it would refuse to save the dequantized weights
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
