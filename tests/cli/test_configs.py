@@ -122,7 +122,7 @@ def test_parameters_tokens_and_memory_in_the_comment(name):
     if name in SPARSE:
         factors = config.steps, config.global_batch, config.seq_len
         tokens = config.steps * config.global_batch * config.seq_len / 1e6
-        pattern = r"Tokens: ([\d,]+) steps x (\d+) windows x ([\d,]+) = ([\d.]+)M"
+        pattern = r"Tokens: ([\d,]+) steps x (\d+) sequences? x ([\d,]+) = ([\d.]+)M"
         stated(name, pattern, *factors, tokens)
         unit = "GB" if " GB for fp32 weights" in comment(name) else "MB"
         size = state_bytes(config) / {"MB": 1e6, "GB": 1e9}[unit]
