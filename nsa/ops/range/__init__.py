@@ -10,6 +10,7 @@ from nsa.config import NSAConfig
 from nsa.errors import fail
 from nsa.ops._backend import choose_backend
 from nsa.ops._checks import check_heads, check_qkv, scale_of
+from nsa.ops._chunks import Part, concatenated, is_long, parts
 from nsa.ops._masked_attention import (
     masked_attention,
     max_compressed,
@@ -118,8 +119,16 @@ def run_window_attention(inputs: RangeInputs, call: Call, backend: str) -> Range
     """See :func:`window_attention`; inputs are packed and validated, the backend is chosen."""
     if backend == "triton":
         return window_attention_op(inputs, call)
+    q, k, v = inputs
+    if is_long(call, q, k, v):
+
+        def window(part: Part) -> RangeResults:
+            chunk = RangeInputs(q[part.queries], k[part.keys], v[part.keys])
+            return run_window_attention(chunk, part.call, backend)
+
+        return RangeResults(*concatenated(window, parts(call, reach=call.config.window_size)))
     visible = visible_window(call.sequences, call.config)[:, None]
-    out, lse = masked_attention(*inputs, visible, call)
+    out, lse = masked_attention(q, k, v, visible, call)
     assert out is not None
     return RangeResults(out, lse)
 
@@ -192,6 +201,15 @@ def run_compressed_attention(
         out, lse = compressed_attention_op(inputs, call)
         return None if v_cmp is None else out, lse
     sequences, config = call.sequences, call.config
+    if is_long(call, q, k_cmp, v_cmp):
+        values = k_cmp if v_cmp is None else v_cmp
+
+        def compressed(part: Part) -> tuple[Tensor | None, Tensor]:
+            chunk = q[part.queries], k_cmp[part.blocks], values[part.blocks]
+            return run_compressed_attention(*chunk, part.call, backend)
+
+        out, lse = concatenated(compressed, parts(call))
+        return None if v_cmp is None else out, lse
     visible = visible_compressed(sequences, config)[:, None]
     keys = compressed_cu_seqlens(sequences.cu_k, config), max_compressed(sequences, config)
     return masked_attention(q, k_cmp, v_cmp, visible, call, keys)

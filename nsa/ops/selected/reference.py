@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nsa.config import NSAConfig
-from nsa.ops._masked_attention import masked_attention, max_blocks, padded_positions, visible_tokens
+from nsa.ops._chunks import Part, concatenated, is_long, parts
+from nsa.ops._masked_attention import (
+    accumulate_dtype,
+    masked_attention,
+    max_blocks,
+    padded_positions,
+    visible_tokens,
+)
 from nsa.ops._operator import Call
 from nsa.ops._packed import pad
 from nsa.ops._sequences import Sequences
 from nsa.ops.selected.types import SelectedInputs
+
+_GATHERED = 8  # queries whose selected keys and values are copied at once
 
 
 def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequences) -> Tensor:
@@ -36,7 +46,61 @@ def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequen
 def selected_attention_reference(inputs: SelectedInputs, call: Call) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.selected_attention`; inputs are packed and validated."""
     q, k, v, block_indices = inputs
+    if is_long(call, q, k, v):
+
+        def gathered(part: Part) -> tuple[Tensor, Tensor]:
+            chunk = q[part.queries], k[part.keys], v[part.keys], block_indices[part.queries]
+            return _selected_by_gather(*chunk, part.call.config.block_size, call.softmax_scale)
+
+        sequences = parts(call, queries=call.sequences.max_q)
+        gathered_out, gathered_lse = concatenated(gathered, sequences)
+        return gathered_out, gathered_lse
     visible = visible_selected(block_indices, call.config, call.sequences)
     out, lse = masked_attention(q, k, v, visible, call)
     assert out is not None
     return out, lse
+
+
+def _selected_by_gather(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, size: int, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence over copies of the selected keys and values.
+
+    The last query has the position of the last key; blocks have ``size`` tokens.
+    """
+    dtype, (length, num_kv_heads, _) = accumulate_dtype(q), k.shape
+    num_blocks = -(-length // size)
+    filler = (0, 0, 0, 0, 0, num_blocks * size - length)
+    keys, values = (  # a row for each KV head and block
+        functional.pad(x.to(dtype), filler).transpose(0, 1).reshape(num_kv_heads * num_blocks, -1)
+        for x in (k, v)
+    )
+    head = num_blocks * torch.arange(num_kv_heads, device=q.device)[:, None]
+    offset = torch.arange(size, device=q.device)
+    outs, lses = list[Tensor](), list[Tensor]()
+    positions = torch.arange(length - q.shape[0], length, device=q.device)[:, None, None]
+    # Reused memory: the system clears new memory, which takes longer than the copies.
+    copy = keys.new_empty(0), values.new_empty(0)
+    for rows, blocks, position in zip(
+        *(x.split(_GATHERED) for x in (q, block_indices, positions)), strict=True
+    ):
+        ids = blocks.long().sort(-1).values
+        present = (ids >= 0) & (ids <= position // size)
+        present[..., 1:] &= ids[..., 1:] != ids[..., :-1]
+        hidden = ~present[..., None] | (ids[..., None] * size + offset > position[..., None])
+        index = (head + ids.clamp(0, num_blocks - 1)).flatten()
+        chosen_k, chosen_v = (
+            torch.index_select(x, 0, index, out=memory.resize_(0)).view(
+                -1, ids.shape[2] * size, y.shape[2]
+            )
+            for x, memory, y in zip((keys, values), copy, (k, v), strict=True)
+        )
+        heads = rows.to(dtype).mul(softmax_scale).view(*chosen_k.shape[:1], -1, q.shape[2])
+        scores = heads @ chosen_k.transpose(1, 2)
+        scores = scores.masked_fill_(hidden.view(*scores.shape[:1], 1, -1), -torch.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        # A finite value for a query without keys: -inf - -inf would be NaN.
+        weights = (scores - lse.clamp(min=torch.finfo(dtype).min)).exp_()
+        outs.append((weights @ chosen_v).to(q.dtype).view(*rows.shape[:2], v.shape[2]))
+        lses.append(lse.view(rows.shape[:2]))
+    return torch.cat(outs), torch.cat(lses)

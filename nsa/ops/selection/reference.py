@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops._checks import check_block_indices
+from nsa.ops._chunks import Part, is_long, parts
 from nsa.ops._masked_attention import (
     accumulate_dtype,
     grouped_scores,
@@ -34,6 +36,7 @@ from nsa.ops._sequences import Sequences, open_sequences
 # Limit on the exponents of token_max, so that 64 heads have a finite sum in fp32.
 MAX_EXPONENT = 80.0
 _RANDOM_SCORES = 1 << 24  # in memory at once
+_KEYS = 2048  # whose products with a chunk of queries fit the cache of a CPU
 
 
 class SelectionInputs(NamedTuple):
@@ -105,6 +108,67 @@ def token_max_scores(inputs: SelectionInputs, call: Call) -> Tensor:
     largest = padded.unflatten(-1, (num_blocks, config.block_size)).amax(-1)
     scores = torch.exp((largest - lse[..., None]).clamp(max=MAX_EXPONENT)).sum(2)
     return unpad(scores.transpose(1, 2), sequences.cu_q, q.shape[0])
+
+
+def token_max_parts(inputs: SelectionInputs, call: Call) -> Iterator[tuple[Part, Tensor]]:
+    """Chunks of queries with their :func:`token_max_scores`, in linear memory.
+
+    Scores of forced and of invisible blocks are those of all their tokens before the chunk's end.
+    """
+    q, k, _ = inputs
+    low_q, low_k = q, k
+    if call.config.score_precision == "fp8":
+        rows, scale = blocks_to_fp8(k, call.config, call.sequences)
+        low_k = rows.to(accumulate_dtype(k)) * scale[..., None]
+        low_q = rounded_for_scores(q, call.config)
+    q, k, low_q, low_k = (x.to(accumulate_dtype(q)) for x in (q, k, low_q, low_k))
+    group_size = q.shape[1] // k.shape[1]
+    for part in parts(call):
+        found = []
+        for head in range(k.shape[1]):
+            own = slice(head * group_size, (head + 1) * group_size)
+            exact, rows = (  # [G * T, D]
+                x[part.queries, own].transpose(0, 1).flatten(0, 1) * call.softmax_scale
+                for x in (q, low_q)
+            )
+            lse = _forced_lse(exact, k[part.keys, head], part.call)
+            largest = _largest(rows, low_k[part.keys, head], call.config.block_size)
+            scores = (largest - lse).clamp_(max=MAX_EXPONENT).exp_()
+            found.append(scores.unflatten(1, (group_size, -1)).sum(1).T)
+        yield part, torch.stack(found, 1)
+
+
+def _largest(q: Tensor, k: Tensor, block_size: int) -> Tensor:
+    """Largest product of each query ``[N, D]`` with a key ``[S, D]`` of each block, ``[M, N]``."""
+    columns, whole = q.T.contiguous(), k.shape[0] // block_size * block_size
+    found = q.new_empty(-(-k.shape[0] // block_size), q.shape[0])
+    step = max(_KEYS // block_size, 1)  # blocks
+    # Reused memory: the system clears new memory, which takes longer than the maximum.
+    products = q.new_empty(step * block_size, q.shape[0])
+    for keys, of_blocks in zip(
+        k[:whole].split(step * block_size), found[: whole // block_size].split(step), strict=True
+    ):
+        own = products[: keys.shape[0]]
+        torch.mm(keys, columns, out=own)
+        torch.amax(own.unflatten(0, (-1, block_size)), 1, out=of_blocks)
+    if whole < k.shape[0]:
+        torch.amax(k[whole:] @ columns, 0, out=found[-1])
+    return found
+
+
+def _forced_lse(q: Tensor, k: Tensor, call: Call) -> Tensor:
+    """Log-sum-exp of the visible tokens of the forced blocks, for rows ``[G * T, D]``."""
+    config, size, length = call.config, call.config.block_size, k.shape[0]
+    position = torch.arange(length - call.sequences.len_q, length, device=q.device)[:, None]
+    begin = config.num_init_blocks * size
+    oldest = position // size + 1 - config.num_local_blocks  # of the forced recent blocks
+    near = max(int(oldest[0]) * size, begin)
+    token = torch.arange(length, device=q.device)
+    token, keys = (torch.cat((x[:begin], x[near:])) for x in (token, k))
+    forced = (token < begin) | (token // size >= oldest)
+    scores = (q @ keys.T).unflatten(0, (-1, position.shape[0]))
+    scores.masked_fill_(~(forced & (token <= position)), -torch.inf)
+    return scores.logsumexp(-1).flatten()
 
 
 def random_scores(positions: Tensor, num_heads: int, num_blocks: int) -> Tensor:
@@ -295,33 +359,54 @@ def choose_blocks(
         parent = block * config.block_size // config.coarse_block_size
         inside = coarse[..., parent.clamp(max=coarse.shape[-1] - 1)]
         candidate = candidate & (inside | forced)
+    scores = torch.where(scores.isnan(), torch.inf, scores)  # the output becomes NaN
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
-    best = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_selected_blocks]
     counts = torch.full_like(positions, config.num_selected_blocks)
     for length, n in reversed(config.block_counts):
         counts = torch.where(positions < length, n, counts)
-    taken = torch.arange(best.shape[-1], device=scores.device) < counts[:, None, None]
-    best = torch.where(candidate.gather(-1, best) & taken, best, num_blocks).sort(-1).values
+    counts = counts[:, None, None].expand(*ranked.shape[:2], 1)
+    least = ranked.topk(config.num_selected_blocks).values.gather(-1, counts - 1)
+    above, equal = ranked > least, ranked == least
+    first = equal.cumsum(-1, dtype=torch.int32) <= counts - above.sum(-1, keepdim=True)
+    best = torch.where((above | equal & first) & candidate, block, num_blocks)
+    best = best.topk(config.num_selected_blocks, largest=False).values
     return torch.where(best < num_blocks, best, -1).int()
 
 
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and validated."""
-    config, sequences, coarse = call.config, call.sequences, None
-    positions = query_positions(inputs.q.shape[0], sequences.cu_q, sequences.cu_k)
+    (q, k, lse), config, sequences, coarse = inputs, call.config, call.sequences, None
+    if is_long(call, q):
+        return torch.cat(list(_selected_by_chunk(inputs, call)))
+    positions = query_positions(q.shape[0], sequences.cu_q, sequences.cu_k)
     if config.scores == "random":
         sizes = config.num_kv_heads, max_blocks(sequences, config)
-        parts = positions.split(max(1, _RANDOM_SCORES // (sizes[0] * sizes[1])))
-        return torch.cat([choose_blocks(random_scores(x, *sizes), x, config) for x in parts])
+        each = positions.split(max(1, _RANDOM_SCORES // (sizes[0] * sizes[1])))
+        return torch.cat([choose_blocks(random_scores(x, *sizes), x, config) for x in each])
     if config.scoring.scores == "token_max":
         scores = token_max_scores(inputs, call)
     else:
-        assert inputs.lse is not None
-        rest = (inputs.q, inputs.k, inputs.lse, config, sequences, call.softmax_scale)
+        assert lse is not None
+        rest = (q, k, lse, config, sequences, call.softmax_scale)
         scores = block_scores(*rest)
         coarse = None if config.coarse_block_size is None else coarse_candidates(*rest)
     found = choose_blocks(scores, positions, config, coarse)
     return found.expand(-1, config.num_kv_heads, -1).contiguous()  # one head if the index is shared
+
+
+def _selected_by_chunk(inputs: SelectionInputs, call: Call) -> Iterator[Tensor]:
+    (q, k, lse), config = inputs, call.config
+    if config.scoring.scores == "token_max":
+        for part, scores in token_max_parts(inputs, call):
+            length = part.call.sequences.len_k
+            positions = torch.arange(length - scores.shape[0], length, device=q.device)
+            found = choose_blocks(scores, positions, config)
+            yield found.expand(-1, config.num_kv_heads, -1)
+        return
+    for part in parts(call):
+        rows = k if config.scores == "random" else k[part.blocks]
+        given = q[part.queries], rows, None if lse is None else lse[part.queries]
+        yield select_blocks_reference(SelectionInputs(*given), part.call)
 
 
 def blocks_to_ranges(
