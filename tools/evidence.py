@@ -34,6 +34,7 @@ from nsa.train.checkpoint import list_checkpoints
 from nsa.train.evaluation import interval, student_t
 from nsa.train.load import load_config
 from nsa.train.measurements import compare
+from nsa.train.needles import wilson
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = Path(__file__).with_name("experiments.yaml")
@@ -303,6 +304,7 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
         "The same with passages of the text, 64 tokens, of which the last 8 are asked for.": (
             by_needle(runs, "passages")
         ),
+        "Lines of data.recall found in a text with one line.": by_needle(runs, "lookups"),
         f"Test by tokens of context, {BITS}, mean over seeds.": by_position(runs),
     }
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
@@ -311,6 +313,8 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
 def pairs(runs: Sequence[Run]) -> dict[str, list[tuple[Run, Run]]]:
     """Runs of the first model with those of equal seeds, by the other model."""
     models = {run.row["model"] for run in runs}
+    if not models:
+        return {}
     first, *others = (name for name in MODELS if name in models)
     seeds = {run.row["seed"]: run for run in runs if run.row["model"] == first}
     return {
@@ -333,7 +337,8 @@ def compared(chosen: Sequence[tuple[Run, Run]]) -> Row:
 def differences(runs: Sequence[Run]) -> list[Row]:
     """Paired differences of the first model to the others, of each seed and of all."""
     found = list[Row]()
-    for model, chosen in pairs(runs).items():
+    measured = [run for run in runs if (run.folder / "test.npz").exists()]
+    for model, chosen in pairs(measured).items():
         for some in [*([pair] for pair in chosen), *([chosen] if len(chosen) > 1 else [])]:
             one, (ours, _) = compared(some), some[0]
             about = {
@@ -407,7 +412,7 @@ def over_seeds(differences: Sequence[float]) -> str | None:
 
 
 def by_needle(runs: Sequence[Run], kind: str) -> list[Row]:
-    """Needles that are found at each depth, and log-probability of the value."""
+    """Needles found at each depth, interval over all cases, and log-probability of the value."""
     found = list[Row]()
     for model in MODELS:
         files = [run.folder / f"{kind}.json" for run in runs if run.row["model"] == model]
@@ -421,6 +426,11 @@ def by_needle(runs: Sequence[Run], kind: str) -> list[Row]:
             name = "all" if depth is None else f"{depth:.0%}"
             found[-1][name] = fmean(cell["exact_match"] for cell in cells)
             if depth is None:
+                cases = sum(cell["cases"] for cell in cells)
+                low, high = wilson(
+                    sum(cell["exact_match"] * cell["cases"] for cell in cells), cases
+                )
+                found[-1] |= {"95%": f"{low:.3f} to {high:.3f}", "cases": cases}
                 found[-1]["nats"] = fmean(cell["log_prob_nats"] for cell in cells)
     return found
 

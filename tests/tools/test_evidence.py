@@ -154,14 +154,18 @@ def test_needles_by_depth(tmp_path):
     for model, seed, share in (("nsa", 1, 0.5), ("nsa", 2, 1.0), ("token-max", 1, 1.0)):
         folder = tmp_path / f"{model}-{seed}"
         folder.mkdir()
-        both = {"exact_match": share, "log_prob_nats": -share}
+        both = {"exact_match": share, "log_prob_nats": -share, "cases": 50}
         places = [(64, 0.0), (64, None), (128, 0.0), (128, None), (None, None)]
         cells = [{"length": length, "depth": depth, **both} for length, depth in places]
         (folder / "needles.json").write_text(json.dumps({"needles": cells}))
         runs.append(evidence.Run(folder.name, folder, {"model": model, "seed": seed}, []))
     expected = [
-        {"model": model, "seeds": seeds, "tokens": tokens, "0%": x, "all": x, "nats": -x}
-        for model, seeds, x in (("token-max", 1, 1.0), ("nsa", 2, 0.75))
+        {"model": model, "seeds": seeds, "tokens": tokens, "0%": x, "all": x}
+        | {"95%": interval, "cases": 50 * seeds, "nats": -x}
+        for model, seeds, x, interval in (
+            ("token-max", 1, 1.0, "0.929 to 1.000"),
+            ("nsa", 2, 0.75, "0.657 to 0.825"),
+        )
         for tokens in (64, 128)
     ]
     assert evidence.by_needle(runs, "needles") == expected
