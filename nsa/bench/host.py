@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from nsa.bench.clock import Fields, Subject, Timing, measure, percentiles, synch
 from nsa.bench.gate import judge_module, module_results, random_gradient
 from nsa.bench.report import Results
 from nsa.config import NSAConfig
+from nsa.errors import check
 from nsa.extras import require
 from nsa.module import NativeSparseAttention
 from nsa.train.execution.precision import autocast
@@ -73,6 +75,7 @@ def bench_host(
     *,
     providers: Sequence[str] = PROVIDERS,
     modes: Sequence[str] = MODES,
+    lora: int = 0,
 ) -> None:
     """Measure, print and write rows of a layer with bfloat16 weights.
 
@@ -83,12 +86,16 @@ def bench_host(
         tokens: sequence lengths, tokens.
         providers: members of ``PROVIDERS``.
         modes: members of ``MODES``.
+        lora: rank of adapters on all projections, trained alone; 0 means none.
 
     Raises:
         UsageError: transformers is requested but not installed.
+        ValueError: ``lora`` is given and peft is not installed.
     """
     if "llama" in providers:
         require("nsa bench host", "hf")
+    hint = "Install it with: pip install peft"
+    check(not lora or find_spec("peft") is not None, "lora", "be 0 without peft", lora, hint)
     device, cpu = results.device, torch.device("cpu")
     width = config.num_heads * config.head_dim
     # So short that every block is selected: otherwise rounding could decide between blocks with
@@ -99,6 +106,12 @@ def bench_host(
         layer: nn.Module = NativeSparseAttention(width, config)
         if provider == "llama":
             layer = Llama(config, width, max(gate_tokens, *tokens))
+        settings = {"width": width}
+        if lora:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            adapters = LoraConfig(r=lora, target_modules=r".*_proj", init_lora_weights=False)
+            layer, settings["lora"] = inject_adapter_in_model(adapters, layer), lora
         layer, x = layer.to(DTYPE), torch.randn(1, gate_tokens, width, dtype=DTYPE)
         exact = deepcopy(layer).double()
         plain = module_results(layer, layer, [x], autocast(cpu, "fp32"))
@@ -113,7 +126,7 @@ def bench_host(
                 inputs = torch.randn(1, length, width).to(device, DTYPE)
                 make = partial(_subject, copy, run, inputs, mode != "fwd", checked)
                 row: Fields = {"case": "host.module", "provider": provider, "shape": shape}
-                row |= {"dtype": "bfloat16", "mode": mode, "settings": {"width": width}}
+                row |= {"dtype": "bfloat16", "mode": mode, "settings": settings}
                 results.add(**row, seq_len=length, batch=1, **measure(make, device))
 
 

@@ -140,6 +140,7 @@ def host(
     tokens: str = "256,2048,8192",
     provider: str | None = None,
     mode: str | None = None,
+    lora: int = 0,
     out: Path | None = None,
     commit: str | None = None,
 ) -> int:
@@ -152,12 +153,14 @@ def host(
     example
       nsa bench host --out benchmarks/host/mine.jsonl
       nsa bench host --mode compiled --tokens 2048
+      nsa bench host --mode fwd,fwd_bwd --lora 16
 
     Args:
         shape: seed, wide, paper or HqxHkvxDxDv
         tokens: tokens, one sequence each
         provider: nsa, llama (default both)
         mode: fwd, fwd_bwd, compiled (default all)
+        lora: rank of LoRA adapters on all projections, which are then trained alone (default none)
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
     """
@@ -166,8 +169,9 @@ def host(
 
     heads, lengths = parse_shape(shape), parse_lengths("--tokens", tokens)
     names, modes = _words("--provider", provider, PROVIDERS), _words("--mode", mode, MODES)
+    check(lora >= 0, "--lora", "be at least 0", lora)
     results = _results(out, commit)
-    bench_host(results, shape, heads, lengths, providers=names, modes=modes)
+    bench_host(results, shape, heads, lengths, providers=names, modes=modes, lora=lora)
     return results.finish()
 
 

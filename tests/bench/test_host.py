@@ -47,6 +47,12 @@ def test_rows_of_a_run():
         assert all(0 < error < 0.1 for error in row.errors.values())
 
 
+def test_adapters_on_all_projections():
+    code, rows = bench(lora=2, modes=("fwd_bwd",))
+    assert code == 0
+    assert all(row.correct and row.settings == {"width": 64, "lora": 2} for row in rows)
+
+
 def test_compiled_modes_are_compiled(monkeypatch):
     asked = list[Any]()
 
