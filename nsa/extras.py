@@ -24,6 +24,7 @@ _TRAIN = {
     "nvidia-ml-py": "pynvml",
 }
 EXTRAS = {
+    "demo": {"numpy": "numpy", "PyYAML": "yaml", "safetensors": "safetensors"},
     "train": _TRAIN,
     "data": {
         **_TRAIN,
