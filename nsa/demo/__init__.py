@@ -138,11 +138,14 @@ def hide_lines(text: bytes, length: int, number: int, seed: int) -> tuple[list[i
     return tokens + filler[before:], hidden
 
 
-def mean_keys(config: LMConfig, length: int) -> tuple[float, float]:
-    """Keys that attention reads for a token, mean over layers and positions; those of dense."""
+def keys_read(config: LMConfig, length: int) -> str:
+    """Sentence about the keys that the model reads, mean over the positions of a text."""
     kinds = config.kinds.items()
     total = sum(keys_per_query(kind, length) * len(layers) for kind, layers in kinds)
-    return total / config.num_layers, (length + 1) / 2
+    selecting = sum(len(layers) for kind, layers in kinds if "slc" in kind.nsa.branches)
+    keys, dense = f"{total / config.num_layers:,.0f}", f"{(length + 1) / 2:,.0f}"
+    layers = f"{selecting} of {config.num_layers} layers compare it with all earlier keys to select"
+    return f"In a layer a token attends to {keys} keys, dense attention {dense}; {layers}."
 
 
 class Reader:
@@ -162,7 +165,8 @@ class Reader:
 
     def run_on_cpu(self) -> None:
         """Record the kernels of the context and of a step, see ``nsa.ops._triton.ahead``."""
-        run_generation(self._model.config, [len(self._tokens)], self._most, self._dtype)
+        lengths = [len(self._tokens)]
+        run_generation(self._model.config, lengths, self._most, self._dtype, rollback=_MOST_NEW)
 
     def read(self) -> float:
         """Read the context into the cache; return the seconds that it took."""
