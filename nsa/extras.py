@@ -24,7 +24,6 @@ _TRAIN = {
     "nvidia-ml-py": "pynvml",
 }
 EXTRAS = {
-    "demo": {"numpy": "numpy", "PyYAML": "yaml", "safetensors": "safetensors"},
     "train": _TRAIN,
     "data": {
         **_TRAIN,
@@ -34,6 +33,7 @@ EXTRAS = {
     },
     "bench": _BENCH,
     "hf": {"transformers": "transformers"},
+    "demo": {"numpy": "numpy", "PyYAML": "yaml", "safetensors": "safetensors"},
 }
 # Optional for the commands of an extra: only the utilisation of GPUs and GPT-2's vocabulary need
 # them.
