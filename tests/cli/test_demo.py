@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +74,11 @@ def test_the_picture_marks_the_blocks_of_the_line():
     answer = demo.Answer(line, "1", 0.5, (asked, answered))
     figure = demo.draw([answer], 1000, 64)
     (axes,) = figure.axes
+    drawn: Any = axes.collections
     assert (line.start, line.size) == (482, 35)
     marked = Counter(
         (round(ticks.get_segments()[0][0][0] / 64 - 0.5), bool(same_color(ticks.get_color(), "k")))
-        for ticks in axes.collections
+        for ticks in drawn
     )
     assert marked == {
         (0, False): 2,
