@@ -247,7 +247,7 @@ def draw(answers: Sequence[Answer], length: int, block_size: int) -> Figure:
         names = [f"layer {layer}, head {head}" for layer, head in rows]
         axes.set_yticks([row + 0.4 for row in range(len(rows))], names, fontsize=7)
         axes.set_ylim(len(rows), -0.5)
-        axes.set_xlim(0, length + _MOST_NEW)
+        axes.set_xlim(-length / 100, length + _MOST_NEW)
     figure.supxlabel(
         f"position in the text, tokens. Ticks: the blocks of {block_size} tokens that a head reads "
         "for the last token of the question (upper)\nand the first token of the answer (lower), "
