@@ -33,6 +33,7 @@ EXTRAS = {
     },
     "bench": _BENCH,
     "hf": {"transformers": "transformers"},
+    "demo": {"numpy": "numpy", "PyYAML": "yaml", "safetensors": "safetensors"},
 }
 # Optional for the commands of an extra: only the utilisation of GPUs and GPT-2's vocabulary need
 # them.

@@ -75,7 +75,7 @@ LAYERS = (
     r"nsa\.train",
     r"nsa\.hf",
     r"nsa\.bench",
-    r"nsa\.plan",
+    r"nsa\.(plan|demo)",
     r"nsa\.(cli|__main__)",
 )
 

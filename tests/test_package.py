@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,13 @@ def test_ten_steps(train):
     assert [row["step"] for row in rows] == [5, 10]
     assert rows[1]["loss_nats"] < rows[0]["loss_nats"]
     assert (folder / "loss.png").exists()
+
+
+def test_the_wheel_has_the_demo(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        packed = {name: file.read(name) for name in file.namelist()}
+    for name in ("book.txt.xz", "config.yaml", "model.safetensors"):
+        assert packed[f"nsa/demo/{name}"] == (ROOT / "nsa/demo" / name).read_bytes()
 
 
 def test_the_wheel_has_the_measured_rows(train):

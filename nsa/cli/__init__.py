@@ -24,8 +24,9 @@ SIGPIPE = 13  # Windows has no name for it
 _BUGS = (None, errno.EBADF, errno.EFAULT, errno.EINVAL)  # other OSErrors the user can act on
 
 COMMANDS = Group(
-    "Native Sparse Attention: train a language model, measure it.\nStart with: nsa train cpu-small",
+    "Native Sparse Attention: train a language model, measure it.\nStart with: nsa demo",
     {
+        "demo": Command(generation.demo, "demo"),
         "train": Command(train.train, "train"),
         "configs": Command(plan.configs),
         "plan": Command(plan.plan, "train"),

@@ -1,19 +1,22 @@
-"""``nsa generate``; heavy imports are inside the functions."""
+"""``nsa generate`` and ``nsa demo``; heavy imports are inside the functions."""
 
 from __future__ import annotations
 
 import codecs
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.cli.runs import Device
 from nsa.errors import check, check_output, fail
+from nsa.files import new_file
 
 if TYPE_CHECKING:
     import torch
 
+    from nsa.demo import Answer, Hidden, Reader
     from nsa.ops._triton.ahead import KernelsAhead
     from nsa.train.generation import Generation, Speed
     from nsa.train.run_folder import RunFolder
@@ -140,29 +143,32 @@ def _starter(
         return generation.Generation(model, tokenizer, texts, seed=seed + number, **options)
 
     # The first kernels are compiled while the weights are loaded.
-    ahead = _compiled_ahead(generate(prompts, 0), where) if prompts else None
+    ahead = _compiled_ahead(generate(prompts, 0).run_on_cpu, where) if prompts else None
     load_tensors(path, weights(model.to(where)))
 
     def start(texts: Sequence[str], number: int) -> generation.Generation:
         found = generate(texts, number)
         if number == 0:
-            compiling = ahead or _compiled_ahead(found, where)
-            if compiling is not None:
-                if not compiling.is_done(1.0):
-                    print("compiling kernels, once for this GPU and model", file=sys.stderr)
-                compiling.wait()
+            _wait(ahead or _compiled_ahead(found.run_on_cpu, where))
         return found
 
     return start
 
 
-def _compiled_ahead(first: Generation, device: torch.device) -> KernelsAhead | None:
-    """Start to compile the kernels of the first texts; None on a CPU."""
+def _compiled_ahead(run: Callable[[], None], device: torch.device) -> KernelsAhead | None:
+    """Start to compile the kernels that ``run`` records; None on a CPU."""
     if device.type != "cuda":
         return None
     from nsa.ops._triton.ahead import KernelsAhead
 
-    return KernelsAhead(first.run_on_cpu, device)
+    return KernelsAhead(run, device)
+
+
+def _wait(compiling: KernelsAhead | None) -> None:
+    if compiling is not None:
+        if not compiling.is_done(1.0):
+            print("compiling kernels, once for this GPU and model", file=sys.stderr)
+        compiling.wait()
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -277,3 +283,75 @@ def _report(generation: Generation, prompt_len: int, speed: Speed, picture: Path
         print(line, file=sys.stderr)
     save_png(heat_maps(layers, prompt_len - 1), picture)
     print(f"heat maps: {picture}", file=sys.stderr)
+
+
+# --- nsa demo -------------------------------------------------------------------------------------
+def demo(
+    *,
+    length: int = 65536,
+    needles: int = 5,
+    seed: int = 0,
+    device: Device = "auto",
+    text: Path | None = None,
+    picture: Path = Path("demo.png"),
+) -> int:
+    """Find lines in a book with a small trained model.
+
+    The model and the book come with the package. Lines such as 'The number of kavopi is 482135.'
+    are inserted in the book, the model reads it once, answers a question about each line, and
+    continues the book. A picture shows which blocks of the book it read for the answers.
+      nsa demo --length 16384 --text letters.txt
+
+    Args:
+        length: tokens of the text with its lines; a token is a byte
+        needles: lines
+        seed: of the words in the lines and of the continuation
+        device: device to compute on
+        text: file with another text
+        picture: file for the picture
+    """
+    check_output("--picture", picture)
+    check(text is None or text.is_file(), "--text", "name an existing file", text)
+
+    import torch
+
+    from nsa import demo as shipped
+    from nsa.train.execution.precision import choose_device
+
+    content = shipped.book() if text is None else text.read_bytes()
+    tokens, lines = shipped.hide_lines(content, length, needles, seed)
+    model = shipped.load_model(choose_device(device))
+    reader = shipped.Reader(model, tokens)
+    _wait(_compiled_ahead(reader.run_on_cpu, reader.device))
+    print(f"{text or shipped.BOOK}: {length:,} tokens with {needles} hidden lines", flush=True)
+    with torch.inference_mode():
+        print(f"Read in {reader.read():.1f} s on {reader.device.type}.")
+        print(f"{shipped.keys_read(model.config, length)}\n", flush=True)
+        answers = _asked(reader, lines, length)
+        print("The text continues after the bar:\n")
+        _show(bytes(tokens[-200:]).decode(errors="replace") + "|")
+        for piece in codecs.iterdecode(reader.write(seed), "utf-8", "replace"):
+            _show(piece)
+        print("\n")
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed")
+        return 0
+    with new_file(picture) as temporary:
+        figure = shipped.draw(answers, length, model.config.nsa.block_size)
+        figure.savefig(temporary, dpi=120, format="png")
+    print(f"selected blocks: {picture}")
+    return 0
+
+
+def _asked(reader: Reader, lines: Sequence[Hidden], length: int) -> list[Answer]:
+    """Print the answers while they are found."""
+    answers: list[Answer] = []
+    print(f"depth  tokens back  {'question':26} {'answer':8}         seconds", flush=True)
+    for line in lines:
+        answers.append(answer := reader.ask(line))
+        outcome = "right" if answer.is_right else f"wrong: {line.value}"
+        where = f"{line.start / length:5.0%}  {length - line.start:11,}"
+        print(f"{where}  {line.question:26} {answer.text:8} {outcome:7} {answer.seconds:7.2f}")
+    right = sum(answer.is_right for answer in answers)
+    print(f"{right} of {len(lines)} lines found\n", flush=True)
+    return answers

@@ -152,6 +152,7 @@ def test_missing_extras_are_named(monkeypatch):
         "data: without nvidia-ml-py, datasets. Install with: " + extras.install_command("data"),
         "bench: installed",
         "hf: installed",
+        "demo: installed",
     ]
     monkeypatch.setattr(environment, "version", lambda name: None if name == "datasets" else "1.0")
     listed = {line.split()[0] for line in doctor._versions()}

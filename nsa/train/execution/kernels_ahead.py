@@ -12,6 +12,7 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import Embedding, LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.muon import normalized, update_momenta, update_weights
 from nsa.ops.statistics import new_statistics
 from nsa.train.config import TrainConfig
@@ -45,7 +46,11 @@ def run_update() -> None:
 
 
 def run_generation(
-    config: LMConfig, lengths: Sequence[int], max_tokens: int, dtype: torch.dtype | None
+    config: LMConfig,
+    lengths: Sequence[int],
+    max_tokens: int,
+    dtype: torch.dtype | None,
+    rollback: int = MOST_QUERIES,
 ) -> None:
     """Prompts and a first step of each kind of layer.
 
@@ -54,6 +59,7 @@ def run_generation(
         lengths: tokens of each prompt.
         max_tokens: longest sequence, tokens.
         dtype: compute dtype; None means that of the parameters.
+        rollback: see :class:`nsa.NSACache`.
     """
     for kind in config.kinds:
         prompts = [[0] * length for length in lengths]
@@ -61,5 +67,6 @@ def run_generation(
             prompts = [[0] * max(lengths)] * len(lengths)
         model = LanguageModel(replace(kind, num_layers=1))
         decoder = Decoder(model, len(lengths), max_tokens=max_tokens, compute_dtype=dtype)
+        decoder.cache.rollback = rollback
         decoder.prefill(prompts)
         decoder.step(torch.zeros(len(lengths), 1, dtype=torch.int64))
