@@ -168,7 +168,7 @@ class Chunk:
         pool: Tensor | None,
         new: Tensor | None,
         slots: Callable[[], Tensor],
-        everything: Tensor | None,
+        everything: Tensor | slice | None,
     ) -> Tensor:
         """Write new rows to their pages (deferred if there are no older rows); return all rows."""
         assert pool is not None and new is not None

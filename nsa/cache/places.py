@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._backend import reads_contents
 from nsa.ops._packed import integers, locate
 from nsa.ops._sequences import Sequences
 
@@ -77,11 +78,11 @@ class Places:
         return self._slots(self.config.block_size, sequence, position)
 
     @cached_property
-    def all_tokens(self) -> Tensor | None:
+    def all_tokens(self) -> Tensor | slice | None:
         """Rows of all tokens in a pool of selection blocks, packed; None if all tokens are new."""
         if not any(self.before):
             return None
-        return self._slots(self.config.block_size, *self._located(self.after))
+        return _rows(self._slots(self.config.block_size, *self._located(self.after)))
 
     # ----------------------------------------------------------------------------------------------
     # compressed blocks
@@ -122,9 +123,9 @@ class Places:
         return self._block_slots(sequence, row + self._numbers(self._done)[sequence])
 
     @cached_property
-    def all_blocks(self) -> Tensor | None:
+    def all_blocks(self) -> Tensor | slice | None:
         """Rows of all compressed blocks in their pool, packed; None if all blocks are new."""
-        return self._block_slots(*self._located(self._complete)) if any(self._done) else None
+        return _rows(self._block_slots(*self._located(self._complete))) if any(self._done) else None
 
     def _block_slots(self, sequence: Tensor, block: Tensor) -> Tensor:
         per_page = self.config.block_size // self.config.compress_stride
@@ -189,3 +190,12 @@ class Places:
         """Index of rows of sequences in a pool with ``per_page`` rows per page."""
         page = self.table[sequence, row // per_page]
         return page.long() * per_page + row % per_page
+
+
+def _rows(index: Tensor) -> Tensor | slice:
+    """Return consecutive rows as a slice, which copies nothing; on a GPU the values are unknown."""
+    if not reads_contents(index):
+        return index
+    first, number = int(index[0]), index.shape[0]
+    is_slice = torch.equal(index, torch.arange(first, first + number))
+    return slice(first, first + number) if is_slice else index

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from nsa.ops._backend import reads_contents
 
 # Least size of a dimension that depends on the number of tokens. No tensor is empty, and a traced
 # program is valid for short sequences too: torch.export and torch.compile specialize on 0 and 1.
@@ -83,6 +84,8 @@ def query_positions(num_rows: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
 
 def pad(x: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
     """Packed rows ``[N, ...]`` as ``[B, max_len, ...]``, zero-padded at the end."""
+    if reads_contents(cu_seqlens) and cu_seqlens.tolist() == [0, max_len] == [0, x.shape[0]]:
+        return x[None]
     offset = torch.arange(max_len, device=x.device)
     index = cu_seqlens[:-1, None].long() + offset
     index = torch.where(offset < lengths(cu_seqlens)[:, None], index, x.shape[0])

@@ -20,7 +20,7 @@ from nsa.ops._packed import pad
 from nsa.ops._sequences import Sequences
 from nsa.ops.selected.types import SelectedInputs
 
-_GATHERED = 8  # queries whose selected keys and values are copied at once
+_GATHERED = 16  # queries whose selected keys and values are copied at once
 
 
 def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequences) -> Tensor:
