@@ -524,7 +524,7 @@ def _select(
         bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
         least = config.scoring.group_size * torch.finfo(torch.float32).tiny
     elif config.scores == "random":
-        scores = random_scores(position[None], keys.shape[1], -(-length // config.block_size))
+        scores = random_scores(position, keys.shape[1], -(-length // config.block_size))
     else:
         scores = block_scores(q, keys, lse, config, sequences, scale)
     scores = scores[..., : -(-length // config.block_size)]  # [1, Hkv, M]

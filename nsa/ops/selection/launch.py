@@ -21,6 +21,7 @@ from nsa.ops.selection.reference import (
     SelectionInputs,
     blocks_to_fp8,
     coarse_keys,
+    select_blocks_reference,
     to_fp8,
 )
 from nsa.ops.selection.token_max import forced_lse_kernel, select_token_max_kernel
@@ -105,6 +106,9 @@ def check_fp8(capability: tuple[int, int]) -> None:
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
     config, by_token = call.config, call.config.scoring.scores == "token_max"
+    if config.scores == "random":  # a control in experiments: eager PyTorch, without kernels
+        out.copy_(select_blocks_reference(inputs, call))
+        return
     keys = KeyRange.of_tokens(call) if by_token else KeyRange.of_blocks(call)
     check_queries(inputs.q)
     check_keys("k_cmp", inputs.k, keys.stride)
