@@ -223,11 +223,11 @@ def index_loss_all_kernel(
             a_key = (
                 a_key * spread(a_less, SIZES)[:, None] + (spread(a, SIZES) * weight)[:, None] * k
             )
-        some = p_sum > 0
-        p_sum = tl.where(some, p_sum, 1.0)
-        a_sum = tl.where(some, a_sum, 1.0)
+        none = p_sum == 0
+        p_sum = tl.where(none, 1.0, p_sum)
+        a_sum = tl.where(none, 1.0, a_sum)
         p_log, a_log = p_max + tl.log2(p_sum), a_max + tl.log2(a_sum)
-        loss = tl.where(some, (difference / p_sum - p_log + a_log) * LN_2, 0.0)
+        loss = tl.where(none, 0.0, (difference / p_sum - p_log + a_log) * LN_2)
         tl.store(loss_ptr + token * HKV + head_kv, loss, mask=ok)
         count = tl.maximum(own - num_local + 1 - num_init, 0)
         tl.store(count_ptr + token * HKV + head_kv, count, mask=ok)

@@ -53,7 +53,8 @@ def log_sum(x, AXIS: tl.constexpr):
     largest = tl.max(x, AXIS)
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     total = tl.sum(tl.exp2(x - tl.expand_dims(largest, AXIS)), AXIS)
-    return tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
+    none = total == 0  # false for NaN, which must be seen
+    return tl.where(none, 0.0, largest + tl.log2(tl.where(none, 1.0, total)))
 
 
 @triton.jit
@@ -64,14 +65,20 @@ def log_softmax(x, ok):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger number; NaN if one is NaN, unlike ``tl.max``."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def find_largest(s, key, largest, token):
     """Largest product and its key so far ``[M]``, with those of ``s [M, N]`` at ``key [N]``.
 
-    Keys ascend, and the first of equal products counts.
+    Keys ascend, and the first of equal products counts. If one is NaN, so is the largest.
     """
-    here = tl.max(s, 1)
-    first = tl.min(tl.where(s == here[:, None], key[None, :], 0x7FFFFFFF), 1)
-    return tl.maximum(here, largest), tl.where(here > largest, first, token)
+    here = tl.reduce(s, 1, larger)
+    first = tl.min(tl.where(s < here[:, None], 0x7FFFFFFF, key[None, :]), 1)
+    return larger(here, largest), tl.where(here <= largest, token, first)
 
 
 @kernel(do_not_specialize=VARYING)
@@ -168,8 +175,8 @@ def index_loss_kernel(
                 s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * (index_scale * LOG2_E)
                 s = tl.where(ok[None, :], s, -float("inf"))
                 m, m_at = find_largest(s, k_row, m, m_at)
-            some = total > 0
-            of_block = tl.where(some, row_max + tl.log2(tl.where(some, total, 1.0)), -float("inf"))
+            none = total == 0
+            of_block = tl.where(none, -float("inf"), row_max + tl.log2(tl.where(none, 1.0, total)))
             here = (slot == i)[None, :]
             mass = tl.where(here, of_block[:, None], mass)
             largest = tl.where(here, m[:, None], largest)
