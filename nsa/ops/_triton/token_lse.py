@@ -40,12 +40,13 @@ def add_tokens(s, key, ok, t, row_max, total, forced_blocks, BLOCK_SIZE: tl.cons
             None means all blocks.
         BLOCK_SIZE: tokens of a block.
     """
-    seen = (key[None, :] <= t[:, None]) & ok[None, :]
+    seen = key[None, :] <= t[:, None]
     if forced_blocks is not None:
         num_init, num_local = forced_blocks
         block = (key // BLOCK_SIZE)[None, :]
-        seen &= (block < num_init) | (block > (t // BLOCK_SIZE)[:, None] - num_local)
-    return add_weights(tl.where(seen, s, -float("inf")), row_max, total)
+        forced = (block < num_init) | (block > (t // BLOCK_SIZE)[:, None] - num_local)
+        seen = forced & seen
+    return add_weights(tl.where(seen & ok[None, :], s, -float("inf")), row_max, total)
 
 
 @kernel(do_not_specialize=VARYING)
