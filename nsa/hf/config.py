@@ -38,8 +38,9 @@ class NSALMConfig(PretrainedConfig):
         max_position_embeddings: sequence length of the training, tokens; informational, since
             rotary positions have no limit.
         index_weight: factor on the loss that trains the index of layers with scores ``index`` (see
-            :func:`nsa.index_loss`), which :class:`NSAForCausalLM` adds to its loss in training; 0
-            leaves out that loss.
+            :func:`nsa.index_loss`) in training mode: :class:`NSAForCausalLM` adds it to its loss,
+            and :class:`NSAModel` adds its gradient to that of a loss computed elsewhere. 0 leaves
+            it out.
         values: fields of ``LMConfig`` (``nsa`` may be a dictionary of the fields of ``NSAConfig``)
             and of ``PretrainedConfig``.
 

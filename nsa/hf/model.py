@@ -102,15 +102,26 @@ def _targets(
     return targets
 
 
-def _mean_index_loss(
-    losses: list[IndexLoss], targets: Tensor, num_items_in_batch: int | Tensor | None
-) -> Tensor:
-    """Mean of the layers' losses, nats; of a micro-batch its share, that of its targets."""
-    means = [total / number.clamp(min=1) for total, number in losses]
-    mean = torch.stack([x.to(targets.device) for x in means]).mean()
-    if num_items_in_batch is None:
-        return mean
-    return mean * (targets != -100).sum() / num_items_in_batch
+def _mean_of(losses: list[IndexLoss], device: torch.device) -> Tensor:
+    """Mean of the layers' losses, nats."""
+    means = [(total / number.clamp(min=1)).to(device) for total, number in losses]
+    return torch.stack(means).mean()
+
+
+class _Attached(torch.autograd.Function):
+    """A tensor unchanged, whose backward pass also is that of a loss, whatever the caller's loss.
+
+    As in the model code of DeepSeekMoE, arXiv:2401.06066.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dloss = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return dx, ctx.dloss
 
 
 class NSAPreTrainedModel(PreTrainedModel):
@@ -229,6 +240,7 @@ class NSAModel(NSAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        index_losses: list[IndexLoss] | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of each token, the input of a head.
@@ -246,9 +258,11 @@ class NSAModel(NSAPreTrainedModel):
             use_cache: true needs ``past_key_values``, since a cache has a fixed size.
             output_hidden_states: return also the embeddings and the output of each layer, the last
                 one after the final norm.
+            index_losses: list to which the losses of the layers' indices are appended in training
+                mode, for the caller to add. For None, ``config.index_weight`` times the gradient of
+                their mean joins the backward pass of the hidden states.
             others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as from
-                ``DataCollatorWithFlattening``; ``index_losses``, a list to which the losses of the
-                layers' indices are appended while gradients are recorded, without a cache.
+                ``DataCollatorWithFlattening``.
 
         Raises:
             ValueError: shapes do not match, an argument is not supported, or the cache is full.
@@ -262,7 +276,11 @@ class NSAModel(NSAPreTrainedModel):
         if past_key_values is not None:
             hidden = past_key_values.hidden_states(x, attention_mask, outputs)
         else:
-            hidden = self._hidden_states(x, attention_mask, outputs, **others)
+            losses = [] if index_losses is None else index_losses
+            hidden = self._hidden_states(x, attention_mask, outputs, losses, **others)
+            if losses and index_losses is None:
+                loss = self.config.index_weight * _mean_of(losses, hidden.device)
+                hidden = _Attached.apply(hidden, loss)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -304,16 +322,16 @@ class NSAModel(NSAPreTrainedModel):
         x: Tensor,
         mask: Tensor | None,
         outputs: list[Tensor] | None,
+        losses: list[IndexLoss],
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
-        index_losses: list[IndexLoss] | None = None,
         **_: Any,
     ) -> Tensor:
         """Hidden states without a cache, ``[B, T, width]``."""
         rows: Tensor | None = None  # tokens, if padding is left out
-        index: dict[str, Any] = {}
-        if index_losses is not None:
-            index = {"ranked": "selected", "losses": index_losses}
+        trains = self.training and torch.is_grad_enabled() and bool(self.config.index_weight)
+        trains = trains and any(layer.has_index for layer in self.lm.decoder_layers())
+        index: dict[str, Any] = {"ranked": "selected" if trains else None, "losses": losses}
         cu_seqlens, max_seqlen, shape = cu_seq_lens_q, max_length_q, x.shape[:2]
         if torch.compiler.is_compiling():  # contents are not known
             has_padding = mask is not None and cu_seqlens is None
@@ -326,7 +344,7 @@ class NSAModel(NSAPreTrainedModel):
             check(mask.shape == shape, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
-            if index_losses is not None:  # padding would count in these losses
+            if trains:  # padding would count in the losses of the indices
                 valid = (mask != 0).to(x.device)
                 rows = valid.flatten().nonzero()[:, 0]
                 cu_seqlens = nn.functional.pad(valid.sum(1).cumsum(0), (1, 0))
@@ -419,10 +437,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         outputs: list[Tensor] | None = [] if output_hidden_states else None
-        index_losses: list[IndexLoss] | None = None
-        if labels is not None and self.training and self.config.index_weight:
-            has_index = any(layer.has_index for layer in self.lm.decoder_layers())
-            index_losses = [] if has_index else None
+        index_losses: list[IndexLoss] | None = None if labels is None else []
         if cache is not None:
             logits = cache.take(x, attention_mask, kept, outputs)
         else:
@@ -443,8 +458,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             others |= {"shift_labels": targets, "vocab_size": self.config.vocab_size}
             loss = self.loss_function(logits=logits, labels=labels, **others)
             if index_losses:
-                mean = _mean_index_loss(index_losses, targets, others.get("num_items_in_batch"))
-                loss = loss + self.config.index_weight * mean
+                mean = _mean_of(index_losses, loss.device)
+                items = others.get("num_items_in_batch")
+                share = 1.0 if items is None else (targets != -100).sum() / items
+                loss = loss + self.config.index_weight * share * mean
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

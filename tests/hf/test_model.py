@@ -238,7 +238,8 @@ def test_loss_and_checkpointing():
 def with_index(**changes: Any) -> NSAForCausalLM:
     """Three of seven selected blocks are forced; the second layer is dense."""
     index = {"scores": "index", "index_dim": 16, "index_heads": 2, "num_selected_blocks": 7}
-    return tiny(layers={1: {"attention": "dense"}}, num_layers=3, **index, **changes).train()
+    layers = {1: {"attention": "dense"}}
+    return tiny(layers=layers, num_layers=3, **{**index, **changes}).train()
 
 
 @pytest.mark.parametrize("items", [None, 400])
@@ -287,6 +288,31 @@ def test_index_loss(items):
     again = run()
     assert torch.equal(again[0], loss)
     assert all(torch.equal(x, found[name]) for name, x in again[1].items())
+
+
+def test_gradient_of_the_index_without_labels():
+    """A loss computed elsewhere has the index's gradient too, of half the weight here."""
+    model, x = with_index(index_heads=1), tokens(2, 100)
+    found = []
+    for weight in (1.0, 0.5, 0.0):
+        model.config.index_weight = weight
+        model.zero_grad()
+        model(x).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    whole, half, none = found
+    for name, gradient in whole.items():
+        if "_idx_proj" in name:
+            assert gradient.any()
+            assert not none[name].any()
+            torch.testing.assert_close(half[name], 0.5 * gradient)
+        else:
+            assert torch.equal(gradient, none[name])
+    model.config.index_weight = 1.0
+    model.zero_grad()
+    model(x, labels=x).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "_idx_proj" in name:
+            torch.testing.assert_close(parameter.grad, whole[name])
 
 
 @pytest.mark.parametrize(("ignored", "items"), [(False, None), (True, 97)])
