@@ -120,7 +120,7 @@ class _Attached(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
         return dx, ctx.dloss
 
 

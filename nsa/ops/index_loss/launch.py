@@ -101,10 +101,18 @@ def write_lse(
 
     def plan() -> Launch:
         sizes = sizes_of(inputs, call)
-        tile = {"queries": sizes.QUERIES, "keys": sizes.KEYS}
-        kind = {"forced": q is inputs.q_idx, "natural": False}
-        options = options_of(sizes, q.element_size())
-        return token_lse(q, k, scale, call.sequences, call.config, **tile, **kind, **options)
+        return token_lse(
+            q,
+            k,
+            scale,
+            call.sequences,
+            call.config,
+            queries=sizes.QUERIES,
+            keys=sizes.KEYS,
+            forced=q is inputs.q_idx,
+            natural=False,
+            **options_of(sizes, q.element_size()),
+        )
 
     once(plan)(q, k, lse, *call.sequences.arguments(), q.shape[0])
 

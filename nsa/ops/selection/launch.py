@@ -183,9 +183,19 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         # The scores and the ranking of a step stay in registers.
         tile = tile._replace(rows=max(16, min(tile.rows, STEP_SCORES // step)), keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
-        sizes = {"queries": tile.rows, "keys": LSE_KEYS, "forced": True, "natural": True}
-        options = {**tile.launch_options(), "num_stages": 1}
-        first = token_lse(q, k, keys.softmax_scale, sequences, config, **sizes, **options)
+        first = token_lse(
+            q,
+            k,
+            keys.softmax_scale,
+            sequences,
+            config,
+            queries=tile.rows,
+            keys=LSE_KEYS,
+            forced=True,
+            natural=True,
+            num_stages=1,
+            **tile.launch_options(),
+        )
         constants = constants_of(low, low_k, keys, selection, tile)
         # Whole blocks, or a part of one if its keys do not fit. Queries that are loaded for each
         # product are used for more keys, whose products need more registers.
