@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nsa.errors import check
 from nsa.lm.config import LMConfig
 
 # Class of each Auto class, saved with the weights for `trust_remote_code=True`.
@@ -36,6 +37,10 @@ class NSALMConfig(PretrainedConfig):
     Args:
         max_position_embeddings: sequence length of the training, tokens; informational, since
             rotary positions have no limit.
+        index_weight: factor on the loss that trains the index of layers with scores ``index`` (see
+            :func:`nsa.index_loss`) in training mode: :class:`NSAForCausalLM` adds it to its loss,
+            and :class:`NSAModel` adds its gradient to that of a loss computed elsewhere. 0 leaves
+            it out.
         values: fields of ``LMConfig`` (``nsa`` may be a dictionary of the fields of ``NSAConfig``)
             and of ``PretrainedConfig``.
 
@@ -53,13 +58,16 @@ class NSALMConfig(PretrainedConfig):
     layers = None  # not in config.json if all layers are alike
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    def __init__(self, *, max_position_embeddings: int = 2048, **values: Any) -> None:
+    def __init__(
+        self, *, max_position_embeddings: int = 2048, index_weight: float = 1.0, **values: Any
+    ) -> None:
+        check(index_weight >= 0, "index_weight", "be at least 0", index_weight)
         values = {self.attribute_map.get(name, name): value for name, value in values.items()}
         given = {f.name: values.pop(f.name) for f in fields(LMConfig) if f.name in values}
         for name, value in asdict(LMConfig(**given)).items():
             if name != "layers" or value is not None:
                 setattr(self, name, value)
-        self.max_position_embeddings = max_position_embeddings
+        self.max_position_embeddings, self.index_weight = max_position_embeddings, index_weight
         super().__init__(**values)
         module = CODE_FILE.removesuffix(".py")
         self.auto_map = {auto: f"{module}.{name}" for auto, name in _AUTO_MAP.items()}

@@ -26,6 +26,7 @@ from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.ops._packed import integers
 from nsa.ops._sequences import Sequences
+from nsa.ops.index_loss import IndexLoss
 
 # Names in folders of nsa convert, which are those of Llama, as patterns of transformers.
 _FROM_LLAMA = {r"embed_tokens\.": r"embedding\.", r"^lm_head\.": r"^model\.head\."}
@@ -99,6 +100,28 @@ def _targets(
     if cu_seq_lens_q is not None:  # the last column predicts nothing
         targets.view(-1)[cu_seq_lens_q.to(targets.device).long() - 1] = -100
     return targets
+
+
+def _mean_of(losses: list[IndexLoss], device: torch.device) -> Tensor:
+    """Mean of the layers' losses, nats."""
+    means = [(total / number.clamp(min=1)).to(device) for total, number in losses]
+    return torch.stack(means).mean()
+
+
+class _Attached(torch.autograd.Function):
+    """A tensor unchanged, whose backward pass also is that of a loss, whatever the caller's loss.
+
+    As in the model code of DeepSeekMoE, arXiv:2401.06066.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dloss = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, ctx.dloss
 
 
 class NSAPreTrainedModel(PreTrainedModel):
@@ -217,6 +240,7 @@ class NSAModel(NSAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        index_losses: list[IndexLoss] | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of each token, the input of a head.
@@ -234,6 +258,9 @@ class NSAModel(NSAPreTrainedModel):
             use_cache: true needs ``past_key_values``, since a cache has a fixed size.
             output_hidden_states: return also the embeddings and the output of each layer, the last
                 one after the final norm.
+            index_losses: list to which the losses of the layers' indices are appended in training
+                mode, for the caller to add. For None, ``config.index_weight`` times the gradient of
+                their mean joins the backward pass of the hidden states.
             others: ``cu_seq_lens_q`` and ``max_length_q`` of rows that are packed into one, as from
                 ``DataCollatorWithFlattening``.
 
@@ -249,7 +276,11 @@ class NSAModel(NSAPreTrainedModel):
         if past_key_values is not None:
             hidden = past_key_values.hidden_states(x, attention_mask, outputs)
         else:
-            hidden = self._hidden_states(x, attention_mask, outputs, **others)
+            losses = [] if index_losses is None else index_losses
+            hidden = self._hidden_states(x, attention_mask, outputs, losses, **others)
+            if losses and index_losses is None:
+                loss = self.config.index_weight * _mean_of(losses, hidden.device)
+                hidden = _Attached.apply(hidden, loss)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -291,11 +322,16 @@ class NSAModel(NSAPreTrainedModel):
         x: Tensor,
         mask: Tensor | None,
         outputs: list[Tensor] | None,
+        losses: list[IndexLoss],
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
     ) -> Tensor:
         """Hidden states without a cache, ``[B, T, width]``."""
+        rows: Tensor | None = None  # tokens, if padding is left out
+        trains = self.training and torch.is_grad_enabled() and bool(self.config.index_weight)
+        trains = trains and any(layer.has_index for layer in self.lm.decoder_layers())
+        index: dict[str, Any] = {"ranked": "selected" if trains else None, "losses": losses}
         cu_seqlens, max_seqlen, shape = cu_seq_lens_q, max_length_q, x.shape[:2]
         if torch.compiler.is_compiling():  # contents are not known
             has_padding = mask is not None and cu_seqlens is None
@@ -308,18 +344,28 @@ class NSAModel(NSAPreTrainedModel):
             check(mask.shape == shape, "attention_mask", rule, tuple(mask.shape))
             padded = Sequences.padded(mask)
             cu_seqlens, max_seqlen = padded.cu_q, padded.len_q
-        if x.ndim == 2:
-            x = self.lm.embedding(x if cu_seqlens is None else x.flatten())
-        elif cu_seqlens is not None:
-            x = x.flatten(0, 1)
+            if trains:  # padding would count in the losses of the indices
+                valid = (mask != 0).to(x.device)
+                rows = valid.flatten().nonzero()[:, 0]
+                cu_seqlens = nn.functional.pad(valid.sum(1).cumsum(0), (1, 0))
+        if cu_seqlens is not None:
+            x = x.flatten(0, 1) if rows is None else x.flatten(0, 1)[rows]
+        if not x.is_floating_point():
+            x = self.lm.embedding(x)
         if cu_seqlens is None:
-            return self.lm.transform(x, outputs=outputs)
+            return self.lm.transform(x, outputs=outputs, **index)
         # accelerate may move arguments to another device of the model than the embedding's
         cu_seqlens = cu_seqlens.to(self.lm.embedding.weight.device, torch.int32)
-        hidden = self.lm.transform(x, cu_seqlens, max_seqlen, outputs=outputs)
+        hidden = self.lm.transform(x, cu_seqlens, max_seqlen, outputs=outputs, **index)
+
+        def restored(y: Tensor) -> Tensor:
+            if rows is not None:
+                y = y.new_zeros(shape.numel(), y.shape[-1]).index_copy(0, rows.to(y.device), y)
+            return y.unflatten(0, shape)
+
         if outputs is not None:
-            outputs[:] = [y.unflatten(0, shape) for y in outputs]
-        return hidden.unflatten(0, shape)
+            outputs[:] = map(restored, outputs)
+        return restored(hidden)
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
@@ -372,7 +418,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             inputs_embeds: see there.
             labels: int64 ``[B, T]``, like ``input_ids``; the token at t is predicted at t - 1. The
                 loss ignores -100, padding, and the first token of a row or packed document, which
-                no token predicts.
+                no token predicts. In training mode ``config.index_weight`` times the mean of the
+                layers' index losses over the selected blocks (see :func:`nsa.index_loss`) is added.
             use_cache: see there.
             logits_to_keep: last columns whose logits are computed, 0 for all, or their indices.
             output_hidden_states: see there.
@@ -390,6 +437,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         outputs: list[Tensor] | None = [] if output_hidden_states else None
+        index_losses: list[IndexLoss] | None = None if labels is None else []
         if cache is not None:
             logits = cache.take(x, attention_mask, kept, outputs)
         else:
@@ -399,17 +447,21 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 inputs_embeds=inputs_embeds,
                 output_hidden_states=output_hidden_states,
                 return_dict=True,
+                index_losses=index_losses,
                 **others,
             )
             outputs, hidden = found.hidden_states, found.last_hidden_state
             logits = model.head(hidden[:, kept].to(model.head.weight.device))
         loss = None
         if labels is not None:
-            others["shift_labels"] = _targets(labels, attention_mask, **others)[
-                :, kept
-            ].contiguous()
-            sizes = {"vocab_size": self.config.vocab_size}
-            loss = self.loss_function(logits=logits, labels=labels, **sizes, **others)
+            targets = _targets(labels, attention_mask, **others)[:, kept].contiguous()
+            others |= {"shift_labels": targets, "vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, labels=labels, **others)
+            if index_losses:
+                mean = _mean_of(index_losses, loss.device)
+                items = others.get("num_items_in_batch")
+                share = 1.0 if items is None else (targets != -100).sum() / items
+                loss = loss + self.config.index_weight * share * mean
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

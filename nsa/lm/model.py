@@ -54,34 +54,44 @@ class DecoderLayer(nn.Module):
     Attributes:
         keeps: activations kept for the backward pass: ``everything``, the layer's input and the
             results of ``attention``, or only the ``input``. The rest is recomputed.
-        index_loss: blocks over which the layer also returns the loss of its index while gradients
-            are recorded; None without that loss.
     """
 
     def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
         self.keeps: Keeps = "everything"
-        self.index_loss: Ranked | None = None
         one = config.layer(layer)
+        self.has_index = one.attention == "nsa" and one.nsa.has_index
         attention = NativeSparseAttention if one.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = attention(config.width, one.nsa)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Any:
-        """Map packed ``[T, width]`` or ``[B, T, width]`` to the same shape."""
+    def forward(
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        cache: LayerCache | None,
+        ranked: Ranked | None = None,
+    ) -> Any:
+        """Map packed ``[T, width]`` or ``[B, T, width]`` to the same shape.
+
+        With ``ranked``, a layer with an index also returns its loss over these blocks while
+        gradients are recorded.
+        """
         if self.keeps == "everything" or cache is not None or not torch.is_grad_enabled():
-            return self._run(x, sequences, cache)
+            return self._run(x, sequences, cache, ranked)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.keeps == "attention":
             options["context_fn"] = keep_attention
-        return checkpoint(self._run, x, sequences, None, **options)
+        return checkpoint(self._run, x, sequences, None, ranked, **options)
 
-    def _run(self, x: Tensor, sequences: Sequences, cache: LayerCache | None) -> Any:
+    def _run(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, ranked: Ranked | None
+    ) -> Any:
         given: dict[str, Any] = {"sequences": sequences, "cache": cache}
-        if self.index_loss is not None and cache is None and torch.is_grad_enabled():
-            out, loss = self.attention(self.attention_norm(x), index_loss=self.index_loss, **given)
+        if ranked and self.has_index and cache is None and torch.is_grad_enabled():
+            out, loss = self.attention(self.attention_norm(x), index_loss=ranked, **given)
             x = x + out
             return x + self.mlp(self.mlp_norm(x)), loss
         x = x + self.attention(self.attention_norm(x), **given)
@@ -182,6 +192,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
+        ranked: Ranked | None = None,
         losses: list[IndexLoss] | None = None,
     ) -> Tensor:
         """Return the input of the head, ``[T, width]`` or ``[B, T, width]``.
@@ -189,7 +200,7 @@ class LanguageModel(nn.Module):
         The arguments are those of :meth:`forward` and :meth:`transform`.
         """
         x = self.embedding(tokens)
-        return self.transform(x, cu_seqlens, max_seqlen, cache, losses=losses)
+        return self.transform(x, cu_seqlens, max_seqlen, cache, ranked=ranked, losses=losses)
 
     def transform(
         self,
@@ -198,6 +209,7 @@ class LanguageModel(nn.Module):
         max_seqlen: int | None = None,
         cache: NSACache | None = None,
         outputs: list[Tensor] | None = None,
+        ranked: Ranked | None = None,
         losses: list[IndexLoss] | None = None,
     ) -> Tensor:
         """:meth:`hidden_states` from embeddings ``[T, width]`` or ``[B, T, width]``.
@@ -208,7 +220,9 @@ class LanguageModel(nn.Module):
             max_seqlen: see :meth:`forward`.
             cache: see :meth:`forward`.
             outputs: list to which the input of each layer and the result are appended.
-            losses: list to which the losses of the layers' indices are appended.
+            ranked: blocks over which the losses of the layers' indices are computed while
+                gradients are recorded; None leaves these losses out.
+            losses: list to which they are appended.
         """
         _, sequences = open_layer_input(x, self.config.width, cu_seqlens, max_seqlen)
         caches: Sequence[Any] = [None] * len(self.layers) if cache is None else cache.layers
@@ -217,7 +231,7 @@ class LanguageModel(nn.Module):
                 outputs.append(x)
             if cache is None and isinstance(layer.attention, NativeSparseAttention):
                 sequences = sequences.with_blocks(layer.attention.config)
-            x = layer(x, sequences, layer_cache)
+            x = layer(x, sequences, layer_cache, ranked)
             if isinstance(x, tuple):
                 x, loss = x
                 if losses is not None:

@@ -498,7 +498,7 @@ def sampled_selection(
     must, may = (positions.new_zeros(*shape, num_blocks, dtype=torch.bool) for _ in range(2))
     for sequence, part in _parts(sample.queries, sample.cu_q, 1):
         keys = k[starts[sequence] :][: int(num_keys[part])]
-        row = q[sample.queries[part]].double(), keys.double()
+        row = q[sample.queries[part]].double(), keys
         found = _select(*row, positions[part], config, scale)
         indices[part] = found[0]
         for whole, mask in zip((must, may), found[1:], strict=True):
@@ -509,8 +509,12 @@ def sampled_selection(
 def _select(
     q: Tensor, keys: Tensor, position: Tensor, config: NSAConfig, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected."""
-    length = int(position) + 1
+    """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected.
+
+    Keys have their stored dtype. So have their means, by which all implementations rank coarse
+    blocks: rounding them changes scores by more than ``BOUND``.
+    """
+    length, stored, keys = int(position) + 1, keys, keys.double()
     sequences = Sequences(None, 1, 1, length, q.device)
     products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, keys]
     lse = products.logsumexp(-1).view(1, -1)  # [1, Hq]
@@ -524,7 +528,7 @@ def _select(
         bound = (ROUNDING[config.score_precision] * largest).clamp(min=BOUND)
         least = config.scoring.group_size * torch.finfo(torch.float32).tiny
     elif config.scores == "random":
-        scores = random_scores(position[None], keys.shape[1], -(-length // config.block_size))
+        scores = random_scores(position, keys.shape[1], -(-length // config.block_size))
     else:
         scores = block_scores(q, keys, lse, config, sequences, scale)
     scores = scores[..., : -(-length // config.block_size)]  # [1, Hkv, M]
@@ -532,8 +536,8 @@ def _select(
     unsure = torch.zeros_like(block[:1], dtype=torch.bool)
     free = (block >= config.num_init_blocks) & (block <= block[-1] - config.num_local_blocks)
     if config.coarse_block_size is not None:
-        means, _ = coarse_keys(keys, config, sequences)
-        group = grouped_scores(q[None], means[None], scale)[0]  # [Hkv, G, coarse blocks]
+        means, _ = coarse_keys(stored, config, sequences)
+        group = grouped_scores(q[None], means[None].double(), scale)[0]  # [Hkv, G, coarse blocks]
         coarse = torch.exp(group - lse.view(*group.shape[:2], 1)).sum(1)[None]
         coarse = pad(coarse, (0, -(-length // config.coarse_block_size) - coarse.shape[-1]))
         ranked = ranked_coarse(coarse, position, config)

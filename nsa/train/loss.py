@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa.lm.model import LanguageModel
-from nsa.module import NativeSparseAttention
 from nsa.ops.index_loss import IndexLoss, Ranked
 from nsa.stages import LOSS, in_stage
 from nsa.train.data.batch import IGNORED_TARGET
@@ -21,6 +20,9 @@ class NextTokenLoss(nn.Module):
     Args:
         model: the language model.
         chunk: positions whose logits exist at a time; 0 means all.
+
+    Attributes:
+        ranked: blocks that the losses of the indices rank; None leaves these losses out.
     """
 
     def __init__(self, model: LanguageModel, chunk: int = 0) -> None:
@@ -28,16 +30,6 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.chunk = chunk
         self.ranked: Ranked | None = None
-
-    def rank(self, ranked: Ranked | None) -> None:
-        """Set the blocks that the losses of the indices rank; None leaves these losses out."""
-        self.ranked = ranked
-        for layer in self.model.decoder_layers():
-            if (
-                isinstance(layer.attention, NativeSparseAttention)
-                and layer.attention.config.has_index
-            ):
-                layer.index_loss = ranked
 
     def forward(
         self,
@@ -58,7 +50,8 @@ class NextTokenLoss(nn.Module):
             max_seqlen: at least the longest sequence, tokens.
         """
         losses: list[IndexLoss] = []
-        hidden = self.model.hidden_states(tokens, cu_seqlens, max_seqlen, losses=losses)
+        given = (tokens, cu_seqlens, max_seqlen)
+        hidden = self.model.hidden_states(*given, ranked=self.ranked, losses=losses)
         entropy = cross_entropy_sum(hidden, self.model.head.weight, targets, self.chunk)
         heads = self.model.config.nsa.num_kv_heads
         return torch.stack([entropy, *(loss.total / heads for loss in losses)])

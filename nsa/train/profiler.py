@@ -51,7 +51,7 @@ _OPERATORS = (
     ("heads_kernel", stages.PROJECTION),
     ("compress_", stages.COMPRESSION),
     (r"range_\w+_compressed", stages.COMPRESSED),
-    ("select_|forced_lse_|token_lse_|index_loss_", stages.SELECTION),
+    ("select_|token_lse_|index_loss_", stages.SELECTION),
     ("selected_|(list|key|key_block|chunk)_kernel", stages.SELECTED),
     (r"range_\w+_window", stages.WINDOW),
     ("(?i:.*(flash|fmha|sdpa|cudnn))", stages.DENSE),

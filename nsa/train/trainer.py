@@ -135,7 +135,7 @@ class Trainer:
         context = RunContext(config, run_folder, *parts, on_row, beat)
         self._reports = Reports(context, self.data, self.state)
         progress, self._stage = self.state.progress, config.at(max(self.state.progress.step - 1, 0))
-        self.strategy.loss.rank(config.ranked(max(progress.step - 1, 0)))
+        self.strategy.loss.ranked = config.ranked(max(progress.step - 1, 0))
         capacity = first_capacity(self._stage, self.data.train)
         progress.sequence_capacity = max(progress.sequence_capacity, capacity)
         log_start(config, self.model, self.device, launch.allocator)
@@ -389,7 +389,7 @@ class Trainer:
         if self._stage.seq_len != before.seq_len:
             self._note("stage", f"sequences of {self._stage.seq_len:,} tokens from here on")
         if ranked != self.strategy.loss.ranked:
-            self.strategy.loss.rank(ranked)
+            self.strategy.loss.ranked = ranked
             self._note("index_loss", f"the loss of the index ranks {ranked} blocks from here on")
 
     def _handle_requests(self) -> int:

@@ -115,6 +115,8 @@ SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("slc", "win")]
         {"scores": "token_max", "score_precision": "fp8", "compress_rope": "none"},
         {"scores": "index", "branches": ("slc", "win")},
         SHARED_INDEX,
+        {"scores": "random"},
+        {"branches": ("cmp", "win")},
     ],
     ids=str,
 )

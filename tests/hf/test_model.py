@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -232,6 +233,86 @@ def test_loss_and_checkpointing():
     assert {layer.keeps for layer in model.lm.decoder_layers()} == {"everything"}
     model._set_gradient_checkpointing(every_n_layers=2)
     assert [layer.keeps for layer in model.lm.decoder_layers()] == ["input", "everything"]
+
+
+def with_index(**changes: Any) -> NSAForCausalLM:
+    """Three of seven selected blocks are forced; the second layer is dense."""
+    index = {"scores": "index", "index_dim": 16, "index_heads": 2, "num_selected_blocks": 7}
+    layers = {1: {"attention": "dense"}}
+    return tiny(layers=layers, num_layers=3, **{**index, **changes}).train()
+
+
+@pytest.mark.parametrize("items", [None, 400])
+def test_index_loss(items):
+    """The index has the gradient of its loss over the tokens that are no padding, and no other."""
+    model, x = with_index(), tokens(2, 170)
+    mask = torch.ones_like(x)
+    mask[1, 150:] = 0
+    given: Any = {"labels": x, "attention_mask": mask}
+    share = 1.0
+    if items is not None:
+        given["num_items_in_batch"] = items
+        share = (169 + 149) / items
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        loss = model(x, **given).loss
+        loss.backward()
+        return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def is_index(name: str) -> bool:
+        return "_idx_proj" in name
+
+    model.config.index_weight = 0.0
+    without, plain = run()
+    assert torch.equal(without, model.eval()(x, **given).loss)
+    model.train().config.index_weight = 0.5
+    loss, found = run()
+    assert torch.equal(model.eval()(x, **given).loss, without)
+    cu_seqlens, packed = torch.tensor([0, 170, 320]).int(), torch.cat((x[0], x[1, :150]))
+    losses: list[Any] = []
+    model.zero_grad()
+    model.lm.hidden_states(packed, cu_seqlens, 170, ranked="selected", losses=losses)
+    assert len(losses) == 2
+    mean = share * sum(total / number for total, number in losses) / 2
+    torch.testing.assert_close(loss - without, 0.5 * mean.detach(), rtol=0, atol=1e-6)
+    (0.5 * mean).backward()
+    for name, parameter in model.named_parameters():
+        if is_index(name):
+            assert not plain[name].any()
+            assert found[name].any()
+            torch.testing.assert_close(found[name], parameter.grad)
+        elif name in plain:
+            torch.testing.assert_close(found[name], plain[name])
+    model.train()._set_gradient_checkpointing()
+    again = run()
+    assert torch.equal(again[0], loss)
+    assert all(torch.equal(x, found[name]) for name, x in again[1].items())
+
+
+def test_gradient_of_the_index_without_labels():
+    """A loss computed elsewhere has the index's gradient too, of half the weight here."""
+    model, x = with_index(index_heads=1), tokens(2, 100)
+    found = []
+    for weight in (1.0, 0.5, 0.0):
+        model.config.index_weight = weight
+        model.zero_grad()
+        model(x).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    whole, half, none = found
+    for name, gradient in whole.items():
+        if "_idx_proj" in name:
+            assert gradient.any()
+            assert not none[name].any()
+            torch.testing.assert_close(half[name], 0.5 * gradient)
+        else:
+            assert torch.equal(gradient, none[name])
+    model.config.index_weight = 1.0
+    model.zero_grad()
+    model(x, labels=x).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "_idx_proj" in name:
+            torch.testing.assert_close(parameter.grad, whole[name])
 
 
 @pytest.mark.parametrize(("ignored", "items"), [(False, None), (True, 97)])

@@ -12,13 +12,18 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("has_offsets", [True, False])  # otherwise positions that restart
-def test_a_few_steps(has_offsets, tmp_path):
+@pytest.mark.parametrize(
+    ("has_offsets", "index"),  # without offsets, positions restart
+    [(True, {}), (False, {}), (True, {"scores": "index", "num_selected_blocks": 6})],
+    ids=["offsets", "positions", "index"],
+)
+def test_a_few_steps(has_offsets, index, tmp_path):
     """The loss falls, with layers computed again; a checkpoint is what was trained."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-    model = tiny().float().train()
-    texts = [(torch.arange(30 + i) + i) % VOCAB for i in range(32)]
+    model = tiny(**index).float().train()
+    initial = {n: p.detach().clone() for n, p in model.named_parameters() if "_idx_proj" in n}
+    texts = [(torch.arange((100 if index else 30) + i) + i) % VOCAB for i in range(32)]
     options = {
         "report_to": [],
         "disable_tqdm": True,
@@ -46,5 +51,8 @@ def test_a_few_steps(has_offsets, tmp_path):
     assert losses[-1] < losses[0] - 0.3
     assert {layer.keeps for layer in model.lm.decoder_layers()} == {"input"}
     saved = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    trained = dict(model.named_parameters())
+    assert not any(torch.equal(trained[name], x) for name, x in initial.items())
+    assert len(initial) == (4 if index else 0)
     x = texts[0][None]
     assert torch.equal(saved(x).logits, model.eval()(x).logits)

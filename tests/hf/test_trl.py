@@ -13,11 +13,19 @@ for name in ("trl", "peft", "datasets"):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("kind", "has_adapters"),
-    [(kind, kind in ("SFT checkpointed", "Reward", "GRPO")) for kind in KINDS if kind != "DPO"],
+    ("kind", "has_adapters", "pattern"),
+    [
+        *(
+            (kind, kind in ("SFT checkpointed", "Reward", "GRPO"), {})
+            for kind in KINDS
+            if kind != "DPO"
+        ),
+        ("SFT wrapped", True, {"scores": "index", "num_selected_blocks": 6}),
+    ],
+    ids=str,
 )
-def test_five_steps(kind, has_adapters, tmp_path):
-    tiny(vocab_size=256).float().save_pretrained(tmp_path / "model")
+def test_five_steps(kind, has_adapters, pattern, tmp_path):
+    tiny(vocab_size=256, **pattern).float().save_pretrained(tmp_path / "model")
     exported = tmp_path / "model"
     faults = train_by_trl(kind, exported, tmp_path, has_adapters=has_adapters, use_cpu=True)
     assert not faults

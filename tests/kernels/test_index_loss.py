@@ -80,3 +80,28 @@ def test_operators_over_all_blocks():
     assert len(recorder.calls) == 2
     for name, call in recorder.calls.items():
         check_operator(name, call)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("whole", [True, False], ids=["all", "one"])
+@pytest.mark.parametrize("name", ["q_idx", "k_idx", "q", "k"])
+@pytest.mark.parametrize("selected", [True, False], ids=["selected", "all blocks"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_nan_is_seen(backend, selected, name, whole):
+    """NaN in all rows of a sequence, or in one number of a ranked block: the loss is NaN.
+
+    With kernels it does not reach the gradients of the other sequence.
+    """
+    case = Case(heads(2), (80, 66), backend=backend)
+    (q_idx, k_idx, q, k), _ = inputs_of(case, Head(2))
+    named: dict[str, Any] = {"q_idx": q_idx, "k_idx": k_idx, "q": q, "k": k}
+    rows = slice(80) if whole else {"q": 79, "k": 20}[name[0]]
+    named[name][rows, 0, 0] = torch.nan
+    leaves = [named[key].requires_grad_() for key in ("q_idx", "k_idx")]
+    ids = torch.tensor([0, 1, 2, -1]).int().expand(146, 1, 4) if selected else None
+    options = case.offsets(case.inputs())
+    total, _ = index_loss(**named, block_indices=ids, config=case.config, **options)
+    assert total.isnan()
+    if backend == "triton":
+        for gradient in torch.autograd.grad(total, leaves):
+            assert not gradient[80:].isnan().any()

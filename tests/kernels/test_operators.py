@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from nsa import PhiWeights, Rope, select_blocks
+from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import Streams
 from nsa.ops._triton.tiles import cos_sin
@@ -24,6 +26,7 @@ from nsa.ops.projection import kernels as projection_launch
 from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import launch
 from nsa.ops.selection import launch as selection_launch
+from nsa.ops.selection.reference import SelectionInputs, new_selection
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
 from tests.ops.properties import equal_bits
@@ -464,6 +467,24 @@ def test_whole_by_token(branches):
 def test_whole_by_index(keys):
     index: dict[str, Any] = {"index_heads": 3, "index_dim": 32, "index_keys": keys}
     RUNS["whole"](Case(heads(2, 2, scores="index", **index), (84, 9))).check()
+
+
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win")], ids=str)
+def test_whole_by_random_scores(branches):
+    config = heads(2, 2, scores="random", branches=branches)
+    RUNS["whole"](Case(config, (84, 1, 0, 37), (30, 1, 0, 9))).check()
+
+
+def test_random_scores_read_nothing_on_the_host():
+    """As a CUDA graph needs: a read would raise for tensors without contents."""
+    with FakeTensorMode():
+        case = Case(heads(2, 2, scores="random"), (84, 9))
+        q, k = torch.empty(93, 4, 16), torch.empty(93, 2, 16)
+        sequences = Sequences((torch.empty(3).int(),) * 2, 2, 84, 84, q.device)
+        out = new_selection(q, case.config)
+        inputs = SelectionInputs(q, k, None)
+        selection_launch.run_selection(inputs, Call(case.config, sequences, 1.0), out)
+    assert out.shape == (93, 2, 4)
 
 
 def test_whole_gathered():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from nsa import select_blocks
+from nsa.ops.selection.reference import coarse_keys
 from nsa.testing import make_inputs, packed_offsets, sampled
 from nsa.testing.sampled import Sample, sample_rows, sampled_selection, sampled_values
 from tests.ops.cases import small
-from tests.ops.public import RUNS, Case, Results, scoring_keys, select
+from tests.ops.public import RUNS, Case, Results, check_selection, scoring_keys, select
 
 CONFIG = small(num_heads=6)
 PACKED = ((130, 0, 1, 200, 7), None)
@@ -125,6 +126,20 @@ def test_selection_is_that_of_the_reference(changes):
     assert (agreement.rows, agreement.against) == (2 * len(q), 0)
     assert agreement.near <= int((~found.clear).sum())
     assert found.agreement(expected[rows].flip(1)).against > 0  # of the other KV head
+
+
+def test_coarse_blocks_are_ranked_by_rounded_means(monkeypatch):
+    """bf16 means, as stored, agree; exact means of the same keys select other blocks."""
+    config = small(coarse_block_size=32, num_coarse_blocks=5)
+    case = Case(config, (1000,), dtype=torch.bfloat16, backend="reference", seed=2)
+    check_selection(case)
+
+    def exact_means(k: Tensor, *rest: Any) -> Any:
+        return coarse_keys(k.double(), *rest)
+
+    monkeypatch.setattr("nsa.ops.selection.reference.coarse_keys", exact_means)
+    with pytest.raises(AssertionError, match="rows differ from fp64"):
+        check_selection(case)
 
 
 @pytest.mark.parametrize("scores", ["compressed", "token_max"])

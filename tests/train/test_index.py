@@ -126,12 +126,11 @@ def test_gradient_of_a_step(tmp_path):
     trainer = new_trainer(tmp_path, "by-hand", **settings(index_weight=0.5))
     tokens = 0
     batches = trainer.next_batches()
-    for layer in trainer.model.decoder_layers():
-        layer.index_loss = "selected"
     for batch in batches:
         tokens += batch.num_targets
         losses: list[Any] = []
-        trainer.model.hidden_states(batch.tokens, batch.cu_seqlens, batch.max_seqlen, losses=losses)
+        given = (batch.tokens, batch.cu_seqlens, batch.max_seqlen)
+        trainer.model.hidden_states(*given, ranked="selected", losses=losses)
         sum(loss.total for loss in losses).backward()
     heads = config.model.nsa.num_kv_heads
     for name, parameter in trainer.model.named_parameters():

@@ -15,6 +15,7 @@ from nsa.ops._triton.tiles import (
     softmax_start,
     softmax_step,
 )
+from nsa.ops._triton.token_lse import add_tokens
 from nsa.ops.decode.layout import (
     CAPACITIES,
     complete_blocks,
@@ -24,7 +25,7 @@ from nsa.ops.decode.layout import (
     query_rows,
     store_partial,
 )
-from nsa.ops.selection.token_max import add_forced_keys, block_maxima
+from nsa.ops.selection.token_max import block_maxima
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def scored_split(
             here,
             mask=ok[:, None] & (block * BLOCK_SIZE < end)[None, :],
         )
-        row_max, total = add_forced_keys(
+        row_max, total = add_tokens(
             s * scale, key, key < end, t, row_max, total, forced_blocks, BLOCK_SIZE
         )
         at = next_row * P.HKV + head

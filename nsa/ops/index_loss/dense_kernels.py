@@ -7,12 +7,39 @@ so its products need no causal mask.
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows
-from nsa.ops.index_loss.kernels import add_weights, find_largest, log_sum
+from nsa.ops._triton.token_lse import add_weights
+from nsa.ops.index_loss.kernels import find_largest, log_sum
+
+
+class IndexQueries(NamedTuple):
+    """Queries of a tile ``[QUERIES]``, and rows of queries by index heads ``[QUERIES * BLOCK_IH]``.
+
+    Attributes:
+        query: number of each query in the sequence.
+        token: int64, packed row of each query.
+        ok: whether the query exists.
+        row_token: int64, packed row of each row's query.
+        inner: index head of the row, among those of its key head.
+        row_ok: whether query and head exist.
+        lse: log-sum-exp of the forced blocks, base 2, infinite for no head.
+        q: index queries ``[QUERIES * BLOCK_IH, BLOCK_DI]``.
+    """
+
+    query: Any
+    token: Any
+    ok: Any
+    row_token: Any
+    inner: Any
+    row_ok: Any
+    lse: Any
+    q: Any
 
 
 @triton.jit
@@ -55,38 +82,37 @@ def block_mass(attention, head_kv, token, ok, key_row, SIZES: tl.constexpr):
 
 
 @triton.jit
-def load_index_queries(index, key_head, first_q, row, end, SIZES: tl.constexpr):
-    """Index queries of a tile, in rows of queries by padded index heads.
+def load_index_queries(index, key_head, first_q, start, num_q, SIZES: tl.constexpr):
+    """Tile of queries, and their index queries in rows of queries by padded index heads.
 
     Args:
         index: index queries, index keys, log-sum-exp of the forced blocks, strides, factor on the
             products (base 2) and T. The log-sum-exp is None with one index head per key head.
         key_head: index key head.
         first_q: packed row of the sequence's first query.
-        row: first query of the tile.
-        end: number of queries.
+        start: first query of the tile.
+        num_q: number of queries.
         SIZES: see ``IndexSizes``.
-
-    Returns:
-        Tokens int64, index heads, mask and log-sum-exp ``[ROWS]``, infinite for no head; index
-        queries ``[ROWS, BLOCK_DI]``.
     """
     q_ptr, _, lse_ptr, stride_q, _, _, num_rows = index
+    query = start + tl.arange(0, SIZES.QUERIES)
     r = tl.arange(0, SIZES.QUERIES * SIZES.BLOCK_IH)
-    query = row + r // SIZES.BLOCK_IH
+    row = start + r // SIZES.BLOCK_IH
     inner = r % SIZES.BLOCK_IH
-    ok = (query < end) & (inner < SIZES.IH)
-    token = (first_q + query).to(tl.int64)
+    ok = (row < num_q) & (inner < SIZES.IH)
+    token = (first_q + row).to(tl.int64)
     head = key_head * SIZES.IH + inner
     lse = tl.where(inner < SIZES.IH, 0.0, float("inf"))
     if lse_ptr is not None:
         lse += tl.load(lse_ptr + head.to(tl.int64) * num_rows + token, mask=ok, other=0.0)
     q_at = token * stride_q[0] + head * stride_q[1]
-    return token, inner, ok, lse, load_rows(q_ptr, q_at, ok, 1, SIZES.DI, SIZES.BLOCK_DI)
+    q = load_rows(q_ptr, q_at, ok, 1, SIZES.DI, SIZES.BLOCK_DI)
+    tokens = (first_q + query).to(tl.int64)
+    return IndexQueries(query, tokens, query < num_q, token, inner, ok, lse, q)
 
 
 @triton.jit
-def block_scores(index, key_head, q_idx, lse, key_row, SIZES: tl.constexpr):
+def block_scores(index, key_head, rows, key_row, SIZES: tl.constexpr):
     """Scores of a block; for the arguments see ``load_index_queries`` and ``block_mass``.
 
     Returns:
@@ -102,9 +128,9 @@ def block_scores(index, key_head, q_idx, lse, key_row, SIZES: tl.constexpr):
         n = tl.arange(0, SIZES.KEYS)
         row = key_row + part * SIZES.KEYS + n
         k = load_rows(k_ptr, row, n >= 0, stride_k[0], SIZES.DI, SIZES.BLOCK_DI)
-        s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * scale
+        s = tl.dot(rows.q, tl.trans(k), input_precision="ieee") * scale
         m, m_at = find_largest(s, row, m, m_at)
-    m -= lse
+    m -= rows.lse
     score = log_sum(tl.reshape(m, [SIZES.QUERIES, SIZES.BLOCK_IH]), 1)
     return score, tl.exp2(m - spread(score, SIZES)), m_at
 
@@ -154,28 +180,17 @@ def index_loss_all_kernel(
     head_kv = tl.program_id(1)
     key_head = head_kv // (HKV // HKI)
     attention = (q_ptr, k_ptr, lse_ptr, stride_q, stride_k, softmax_scale * LOG2_E, num_rows)
-    index = (
-        q_idx_ptr,
-        k_idx_ptr,
-        lse_idx_ptr,
-        stride_q_idx,
-        stride_k_idx,
-        index_scale * LOG2_E,
-        num_rows,
-    )
+    scale = index_scale * LOG2_E
+    index = (q_idx_ptr, k_idx_ptr, lse_idx_ptr, stride_q_idx, stride_k_idx, scale, num_rows)
     k_head = k_idx_ptr + key_head * stride_k_idx[1]
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, QUERIES)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        row = tile * QUERIES + tl.arange(0, QUERIES)
-        ok = row < num_q
-        token = (first_q + row).to(tl.int64)
-        own = (num_tokens - num_q + row) // BLOCK_SIZE
-        row_token, inner, row_ok, lse_idx, q_idx = load_index_queries(
-            index, key_head, first_q, tile * QUERIES, num_q, SIZES
-        )
+        rows = load_index_queries(index, key_head, first_q, tile * QUERIES, num_q, SIZES)
+        token, ok = rows.token, rows.ok
+        own = (num_tokens - num_q + rows.query) // BLOCK_SIZE
         # Largest logarithm, and sums relative to it, of masses p and of scores a.
         p_max = tl.full([QUERIES], -1e30, tl.float32)
         a_max = tl.full([QUERIES], -1e30, tl.float32)
@@ -188,7 +203,7 @@ def index_loss_all_kernel(
         for j in tl.range(num_init, last - num_local + 1):
             key_row = first_key + j * BLOCK_SIZE
             mass = block_mass(attention, head_kv, token, ok, key_row, SIZES)
-            score, weight, at = block_scores(index, key_head, q_idx, lse_idx, key_row, SIZES)
+            score, weight, at = block_scores(index, key_head, rows, key_row, SIZES)
             ranked = j <= own - num_local
             new_p = tl.maximum(p_max, tl.where(ranked, mass, -float("inf")))
             new_a = tl.maximum(a_max, tl.where(ranked, score, -float("inf")))
@@ -200,7 +215,7 @@ def index_loss_all_kernel(
             a_sum = a_sum * a_less + a
             difference = difference * p_less + p * (mass - score)
             k = load_rows(  # keys of the largest products [ROWS, BLOCK_DI]
-                k_head, at, row_ok, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI
+                k_head, at, rows.row_ok, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI
             ).to(tl.float32)
             p_key = (
                 p_key * spread(p_less, SIZES)[:, None] + (spread(p, SIZES) * weight)[:, None] * k
@@ -208,11 +223,11 @@ def index_loss_all_kernel(
             a_key = (
                 a_key * spread(a_less, SIZES)[:, None] + (spread(a, SIZES) * weight)[:, None] * k
             )
-        some = p_sum > 0
-        p_sum = tl.where(some, p_sum, 1.0)
-        a_sum = tl.where(some, a_sum, 1.0)
+        none = p_sum == 0
+        p_sum = tl.where(none, 1.0, p_sum)
+        a_sum = tl.where(none, 1.0, a_sum)
         p_log, a_log = p_max + tl.log2(p_sum), a_max + tl.log2(a_sum)
-        loss = tl.where(some, (difference / p_sum - p_log + a_log) * LN_2, 0.0)
+        loss = tl.where(none, 0.0, (difference / p_sum - p_log + a_log) * LN_2)
         tl.store(loss_ptr + token * HKV + head_kv, loss, mask=ok)
         count = tl.maximum(own - num_local + 1 - num_init, 0)
         tl.store(count_ptr + token * HKV + head_kv, count, mask=ok)
@@ -221,9 +236,9 @@ def index_loss_all_kernel(
         norm_at += tl.full([], HKV, tl.int64) * num_rows
         tl.store(norm_ptr + norm_at, a_log, mask=ok)
         dq = a_key / spread(a_sum, SIZES)[:, None] - p_key / spread(p_sum, SIZES)[:, None]
-        out = (row_token * HKV + head_kv) * SIZES.IH + inner
+        out = (rows.row_token * HKV + head_kv) * SIZES.IH + rows.inner
         d = tl.arange(0, BLOCK_DI)
-        inside = row_ok[:, None] & (d < SIZES.DI)[None, :]
+        inside = rows.row_ok[:, None] & (d < SIZES.DI)[None, :]
         tl.store(dq_ptr + out[:, None] * SIZES.DI + d[None, :], dq, mask=inside)
 
 
@@ -267,15 +282,8 @@ def index_loss_dk_kernel(
     BLOCK_DI: tl.constexpr = SIZES.BLOCK_DI
     key_head = tl.program_id(1)
     attention = (q_ptr, k_ptr, lse_ptr, stride_q, stride_k, softmax_scale * LOG2_E, num_rows)
-    index = (
-        q_idx_ptr,
-        k_idx_ptr,
-        lse_idx_ptr,
-        stride_q_idx,
-        stride_k_idx,
-        index_scale * LOG2_E,
-        num_rows,
-    )
+    scale = index_scale * LOG2_E
+    index = (q_idx_ptr, k_idx_ptr, lse_idx_ptr, stride_q_idx, stride_k_idx, scale, num_rows)
     sequence, j = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_SIZE)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
@@ -288,14 +296,10 @@ def index_loss_dk_kernel(
         for shared in tl.range(0, SHARED):
             head_kv = key_head * SHARED + shared
             for start in tl.range(first, end, QUERIES):
-                row = start + tl.arange(0, QUERIES)
-                ok = row < num_q
-                token = (first_q + row).to(tl.int64)
-                _, _, _, lse_idx, q_idx = load_index_queries(
-                    index, key_head, first_q, start, num_q, SIZES
-                )
+                rows = load_index_queries(index, key_head, first_q, start, num_q, SIZES)
+                token, ok, q_idx = rows.token, rows.ok, rows.q
                 mass = block_mass(attention, head_kv, token, ok, key_row, SIZES)
-                score, weight, at = block_scores(index, key_head, q_idx, lse_idx, key_row, SIZES)
+                score, weight, at = block_scores(index, key_head, rows, key_row, SIZES)
                 norm_at = head_kv.to(tl.int64) * num_rows + token
                 p_log = tl.load(norm_ptr + norm_at, mask=ok, other=0.0)
                 norm_at += tl.full([], HKV, tl.int64) * num_rows

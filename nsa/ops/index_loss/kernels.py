@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
 from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows
+from nsa.ops._triton.token_lse import add_weights
 
 
 class IndexSizes(NamedTuple):
@@ -52,7 +53,8 @@ def log_sum(x, AXIS: tl.constexpr):
     largest = tl.max(x, AXIS)
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     total = tl.sum(tl.exp2(x - tl.expand_dims(largest, AXIS)), AXIS)
-    return tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)
+    none = total == 0  # false for NaN, which must be seen
+    return tl.where(none, 0.0, largest + tl.log2(tl.where(none, 1.0, total)))
 
 
 @triton.jit
@@ -63,88 +65,20 @@ def log_softmax(x, ok):
 
 
 @triton.jit
-def add_weights(s, row_max, total):
-    """Add powers ``s [M, N]`` to a maximum and a sum ``[M]``, of which the maximum is finite."""
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    total = total * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(s - new_max[:, None]), 1)
-    return new_max, total
+def larger(a, b):
+    """The larger number; NaN if one is NaN, unlike ``tl.max``."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def find_largest(s, key, largest, token):
     """Largest product and its key so far ``[M]``, with those of ``s [M, N]`` at ``key [N]``.
 
-    Keys ascend, and the first of equal products counts.
+    Keys ascend, and the first of equal products counts. If one is NaN, so is the largest.
     """
-    here = tl.max(s, 1)
-    first = tl.min(tl.where(s == here[:, None], key[None, :], 0x7FFFFFFF), 1)
-    return tl.maximum(here, largest), tl.where(here > largest, first, token)
-
-
-@kernel(do_not_specialize=VARYING)
-def token_lse_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    len_q,
-    len_k,
-    num_sequences,
-    num_rows,
-    stride_q,
-    stride_k,
-    scale,
-    num_init,
-    num_local,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    FORCED: tl.constexpr,
-):
-    """Write the log-sum-exp over the visible tokens, of forced blocks only if ``FORCED``.
-
-    The output is base 2, fp32 ``[H, T]``. Program (i, h) handles the i-th tile of queries from the
-    end, and query head h, which reads key head ``h // G``.
-    """
-    head = tl.program_id(1)
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence, tile = find_tile(cu_q_ptr, number, num_sequences, len_q, QUERIES)
-    if sequence < num_sequences:
-        first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
-        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
-        row = tile * QUERIES + tl.arange(0, QUERIES)
-        ok = row < num_q
-        t = num_tokens - num_q + row
-        q_head = q_ptr + head * stride_q[1]
-        q = load_rows(q_head, first_q + row, ok, stride_q[0], D, BLOCK_D)  # [QUERIES, BLOCK_D]
-        k_head = k_ptr + head // G * stride_k[1]
-        t_first = num_tokens - num_q + tile * QUERIES
-        end = tl.minimum(t_first + QUERIES, num_tokens)
-        init, local = 0, 0
-        if FORCED:
-            init = tl.minimum(num_init * BLOCK_SIZE, end)
-            local = tl.maximum((t_first // BLOCK_SIZE + 1 - num_local) * BLOCK_SIZE, init)
-        row_max = tl.full([QUERIES], -1e30, tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        for part in tl.static_range(0 if FORCED else 1, 2):
-            last = end if part else init
-            for n in tl.range(local if part else 0, last, KEYS):
-                key = n + tl.arange(0, KEYS)
-                k = load_rows(k_head, first_key + key, key < last, stride_k[0], D, BLOCK_D)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-                seen = (key[None, :] <= t[:, None]) & (key < last)[None, :]
-                if FORCED:
-                    block = (key // BLOCK_SIZE)[None, :]
-                    is_local = block > (t // BLOCK_SIZE)[:, None] - num_local
-                    seen = seen & ((block < num_init) | is_local)
-                s = tl.where(seen, s, -float("inf"))
-                row_max, total = add_weights(s, row_max, total)
-        at = head.to(tl.int64) * num_rows + first_q + row
-        tl.store(lse_ptr + at, row_max + tl.log2(total), mask=ok)
+    here = tl.reduce(s, 1, larger)
+    first = tl.min(tl.where(s < here[:, None], 0x7FFFFFFF, key[None, :]), 1)
+    return larger(here, largest), tl.where(here <= largest, token, first)
 
 
 @kernel(do_not_specialize=VARYING)
@@ -241,8 +175,8 @@ def index_loss_kernel(
                 s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * (index_scale * LOG2_E)
                 s = tl.where(ok[None, :], s, -float("inf"))
                 m, m_at = find_largest(s, k_row, m, m_at)
-            some = total > 0
-            of_block = tl.where(some, row_max + tl.log2(tl.where(some, total, 1.0)), -float("inf"))
+            none = total == 0
+            of_block = tl.where(none, -float("inf"), row_max + tl.log2(tl.where(none, 1.0, total)))
             here = (slot == i)[None, :]
             mass = tl.where(here, of_block[:, None], mass)
             largest = tl.where(here, m[:, None], largest)

@@ -13,9 +13,10 @@ from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.sums import sum_by_index, sum_rows
+from nsa.ops._triton.token_lse import token_lse
 from nsa.ops._triton.tuning import MOST_REGISTERS
 from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
-from nsa.ops.index_loss.kernels import IndexSizes, index_loss_kernel, token_lse_kernel
+from nsa.ops.index_loss.kernels import IndexSizes, index_loss_kernel
 from nsa.ops.index_loss.types import IndexLossInputs
 
 # Most keys in one product, and their most bytes; rows (queries by index heads) of a tile of
@@ -90,37 +91,30 @@ def read(inputs: IndexLossInputs) -> IndexLossInputs:
     return IndexLossInputs(rows(q_idx), rows(k_idx), rows(q), rows(k), block_indices)
 
 
-def token_lse(
+def write_lse(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, inputs: IndexLossInputs, call: Call
 ) -> None:
     """Write the log-sum-exp over the visible tokens, base 2, fp32 ``[H, T]``.
 
     For the index queries only tokens of forced blocks count.
     """
-    sequences, config = call.sequences, call.config
 
     def plan() -> Launch:
         sizes = sizes_of(inputs, call)
-        tiles = sequences.num_tiles(q.shape[0], sizes.QUERIES, sequences.len_q)
-        return Launch(
-            token_lse_kernel,
-            (tiles, q.shape[1]),
-            stride_q=q.stride(),
-            stride_k=k.stride(),
-            scale=scale,
-            num_init=config.num_init_blocks,
-            num_local=config.num_local_blocks,
-            G=q.shape[1] // k.shape[1],
-            D=q.shape[2],
-            BLOCK_D=block_of(q.shape[2]),
-            BLOCK_SIZE=config.block_size,
-            QUERIES=sizes.QUERIES,
-            KEYS=sizes.KEYS,
-            FORCED=q is inputs.q_idx,
+        return token_lse(
+            q,
+            k,
+            scale,
+            call.sequences,
+            call.config,
+            queries=sizes.QUERIES,
+            keys=sizes.KEYS,
+            forced=q is inputs.q_idx,
+            natural=False,
             **options_of(sizes, q.element_size()),
         )
 
-    once(plan)(q, k, lse, *sequences.arguments(), q.shape[0])
+    once(plan)(q, k, lse, *call.sequences.arguments(), q.shape[0])
 
 
 def over_queries(kernel: Any, inputs: IndexLossInputs, call: Call) -> Launch:
@@ -139,14 +133,14 @@ def forward(
     lse_idx: Tensor | None = None
     if q_idx.shape[1] > k_idx.shape[1]:  # with one index head it cancels
         lse_idx = state[-1]
-        token_lse(q_idx, k_idx, lse_idx, q_idx.shape[2] ** -0.5, inputs, call)
+        write_lse(q_idx, k_idx, lse_idx, q_idx.shape[2] ** -0.5, inputs, call)
     numbers = (*call.sequences.arguments(), q.shape[0])
     results = (loss, counts, *state[:2])
     if block_indices is not None:
         launch = once(lambda: over_queries(index_loss_kernel, inputs, call))
         launch(q_idx, k_idx, q, k, block_indices, lse_idx, *results, *numbers)
         return
-    token_lse(q, k, state[2], call.softmax_scale, inputs, call)
+    write_lse(q, k, state[2], call.softmax_scale, inputs, call)
     launch = once(lambda: over_queries(index_loss_all_kernel, inputs, call))
     launch(q_idx, k_idx, q, k, state[2], lse_idx, *results, *numbers)
 

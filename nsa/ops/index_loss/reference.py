@@ -76,7 +76,9 @@ def index_scores(q_idx: Tensor, k_idx: Tensor, forced: Tensor, call: Call) -> Te
     lse = of_forced.flatten(-2).logsumexp(-1, keepdim=True)  # [B, Hki, IH, T, 1]
     token = scores.detach().argmax(-1, keepdim=True)  # the first of equal ones
     largest = scores.gather(-1, token)[..., 0]
-    return (largest.nan_to_num(neginf=0.0) - lse.nan_to_num(neginf=0.0)).logsumexp(2)
+    # Only -inf is replaced: NaN must be seen.
+    largest, lse = (x.masked_fill(x.isneginf(), 0.0) for x in (largest, lse))
+    return (largest - lse).logsumexp(2)
 
 
 def index_loss_reference(inputs: IndexLossInputs, call: Call) -> IndexLoss:

@@ -29,8 +29,6 @@ def _run(*flat: Any) -> Tensor:
     from nsa.ops.selection.launch import run_selection
 
     inputs, call = open_flat(SelectionInputs, 3, flat)
-    if call.config.scores == "random":
-        return select_blocks_reference(inputs, call)
     out = new_selection(inputs.q, call.config)
     run_selection(inputs, call, out)
     return out

@@ -15,21 +15,25 @@ from nsa.ops._layout import Heads, block_of, by_head, next_power_of_2, rows
 from nsa.ops._operator import Call, KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
+from nsa.ops._triton.token_lse import token_lse
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.selection.kernels import Scoring, select_kernel
 from nsa.ops.selection.reference import (
     SelectionInputs,
     blocks_to_fp8,
     coarse_keys,
+    select_blocks_reference,
     to_fp8,
 )
-from nsa.ops.selection.token_max import forced_lse_kernel, select_token_max_kernel
+from nsa.ops.selection.token_max import select_token_max_kernel
 
 # Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
 # Least tokens, and most bytes of keys, in one product of the scores by tokens.
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 32 * 1024
+# Tokens per product of the log-sum-exp over forced blocks.
+LSE_KEYS = 32
 # Most scores in one step of the selection by tokens.
 STEP_SCORES = 2048
 # Limit on the shared memory for queries that stay on chip, for each query of a tile.
@@ -105,6 +109,9 @@ def check_fp8(capability: tuple[int, int]) -> None:
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
     config, by_token = call.config, call.config.scoring.scores == "token_max"
+    if config.scores == "random":  # a control in experiments: eager PyTorch, without kernels
+        out.copy_(select_blocks_reference(inputs, call))
+        return
     keys = KeyRange.of_tokens(call) if by_token else KeyRange.of_blocks(call)
     check_queries(inputs.q)
     check_keys("k_cmp", inputs.k, keys.stride)
@@ -176,9 +183,19 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         # The scores and the ranking of a step stay in registers.
         tile = tile._replace(rows=max(16, min(tile.rows, STEP_SCORES // step)), keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
-        constants = constants_of(q, k, keys, selection, tile)
-        del constants["COUNTS"]
-        first = Launch(forced_lse_kernel, (tiles, q.shape[1]), **constants)
+        first = token_lse(
+            q,
+            k,
+            keys.softmax_scale,
+            sequences,
+            config,
+            queries=tile.rows,
+            keys=LSE_KEYS,
+            forced=True,
+            natural=True,
+            num_stages=1,
+            **tile.launch_options(),
+        )
         constants = constants_of(low, low_k, keys, selection, tile)
         # Whole blocks, or a part of one if its keys do not fit. Queries that are loaded for each
         # product are used for more keys, whose products need more registers.

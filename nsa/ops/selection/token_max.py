@@ -2,7 +2,7 @@
 
 One pass over the keys. The score of a block needs one exponential per head, not one per token:
 ``exp(m - L)``, with m the largest product in the block and L the log-sum-exp of the forced blocks,
-which a first, small kernel computes. Products need no causal mask: only the query's own block
+which ``token_lse_kernel`` computes before. Products need no causal mask: only the query's own block
 contains later tokens, and it is forced. So are the tokens after the end of a sequence.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows
+from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile
 from nsa.ops.selection.fp8 import load_scales
 from nsa.ops.selection.kernels import (
     load_compressed,
@@ -26,86 +26,6 @@ from nsa.ops.selection.kernels import (
 
 # Largest exponent, base 2; see `MAX_EXPONENT` in reference.py.
 LIMIT = tl.constexpr(80 * 1.4426950408889634)
-# Tokens per step of the first kernel.
-LSE_KEYS = tl.constexpr(32)
-
-
-@triton.jit
-def add_forced_keys(s, key, ok, t, row_max, total, forced_blocks, BLOCK_SIZE: tl.constexpr):
-    """Add the weights of forced tokens to the maximum and the sum ``[BLOCK_Q]``.
-
-    Args:
-        s: scaled products ``[BLOCK_Q, N]``, base 2.
-        key: positions of the tokens, ``[N]``.
-        ok: tokens that count.
-        t: positions of the queries.
-        row_max: maximum so far, finite.
-        total: sum so far.
-        forced_blocks: numbers of forced first and most recent blocks.
-        BLOCK_SIZE: tokens of a block.
-    """
-    num_init, num_local = forced_blocks
-    block = (key // BLOCK_SIZE)[None, :]
-    forced = (block < num_init) | (block > (t // BLOCK_SIZE)[:, None] - num_local)
-    s = tl.where(forced & (key[None, :] <= t[:, None]) & ok[None, :], s, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    total = total * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(s - new_max[:, None]), 1)
-    return new_max, total
-
-
-@kernel(do_not_specialize=VARYING)
-def forced_lse_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    len_q,
-    len_k,
-    num_sequences,
-    num_rows,
-    stride_q,
-    stride_k,
-    softmax_scale,
-    num_init,
-    num_local,
-    HEADS: tl.constexpr,
-    SCORING: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write the log-sum-exp of the products with the forced blocks' tokens, fp32 ``[Hq, T]``.
-
-    Program (i, h) handles the i-th tile of queries and query head h.
-    """
-    BLOCK_Q: tl.constexpr = TILE.rows
-    BLOCK_SIZE: tl.constexpr = SCORING.BLOCK_SIZE
-    head = tl.program_id(1)
-    sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, BLOCK_Q)
-    if sequence < num_sequences:
-        queries = query_block(
-            cu_q_ptr, cu_k_ptr, cu_k_ptr, len_q, len_k, len_k, sequence, tile, SCORING, BLOCK_Q
-        )
-        q_at = queries.token * stride_q[0] + head * stride_q[1]
-        q = load_rows(q_ptr, q_at, queries.ok, 1, HEADS.D, HEADS.BLOCK_D)
-        k_head = k_ptr + head // HEADS.G * stride_k[1]
-        end = queries.t_last + 1
-        init = tl.minimum(num_init * BLOCK_SIZE, end)
-        local = tl.maximum((queries.t_first // BLOCK_SIZE + 1 - num_local) * BLOCK_SIZE, init)
-        row_max = tl.full([BLOCK_Q], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
-        scale = softmax_scale * LOG2_E
-        forced_blocks = (num_init, num_local)
-        for part in tl.static_range(2):
-            last = end if part else init
-            for first in tl.range(local if part else 0, last, LSE_KEYS, num_stages=1):
-                key = first + tl.arange(0, LSE_KEYS)
-                k = load_compressed(k_head, queries, key, stride_k, HEADS)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                row_max, total = add_forced_keys(
-                    s, key, key < last, queries.t, row_max, total, forced_blocks, BLOCK_SIZE
-                )
-        at = (head + tl.zeros_like(queries.token)) * num_rows + queries.token
-        tl.store(lse_ptr + at, (row_max + tl.log2(total)) * LN_2, mask=queries.ok)
 
 
 @triton.jit

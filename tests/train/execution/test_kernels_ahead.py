@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from nsa.ops._triton.absent_gpu import AbsentGPU
 from nsa.ops._triton.ahead import KernelsAhead, launches_of
 from nsa.train.config import TrainConfig
 from nsa.train.execution.kernels_ahead import run_generation, run_step
-from tests.train.cases import tiny_config
+from tests.train.cases import PATTERN, tiny_config
 
 CUDA = torch.device("cuda")
 
@@ -43,6 +44,21 @@ def test_launches_are_those_of_forward_and_backward(tmp_path):
     once = "select selected_fwd selected_dq selected_gather_bwd combine_fwd add_statistics list"
     assert all(found[f"{name}_kernel"] == 1 for name in (*once.split(), "muon_momentum"))
     assert "add_statistics_kernel" not in kernels(tiny_config(tmp_path, telemetry=False))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "absent"),
+    [
+        ({"scores": "random"}, "select_kernel"),
+        ({"branches": ("cmp", "win")}, "selected_fwd_kernel"),
+    ],
+    ids=["random", "no selection"],
+)
+def test_launches_without_scores(tmp_path, pattern, absent):
+    model = {"nsa": dataclasses.replace(PATTERN, **pattern)}
+    found = kernels(tiny_config(tmp_path, model=model))
+    assert found["range_dkv_kernel"]
+    assert absent not in found
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
