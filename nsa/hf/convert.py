@@ -96,7 +96,7 @@ def convert(
     check(not target.exists(), _OUT, "not exist yet", target)
     if source.suffix == ".gguf":
         with TemporaryDirectory(dir=target.parent, prefix=".unfinished") as folder:
-            _dequantize(source, Path(folder))
+            dequantize(source, Path(folder))
             return convert(Path(folder), target, **pattern)
     rule = f"be a folder with {CONFIG}, or a file *.gguf"
     check(is_exported(source), _MODEL, rule, source)
@@ -247,7 +247,7 @@ def _add_index(folder: Path, config: LMConfig) -> None:
     table.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _dequantize(source: Path, folder: Path) -> None:
+def dequantize(source: Path, folder: Path) -> None:
     """Write a GGUF file as a folder of transformers."""
     hint = "Install with: pip install 'nsa[gguf]'"
     check(
