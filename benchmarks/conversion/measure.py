@@ -131,10 +131,10 @@ class Measurements:
             total.append(torch.stack([found.kept.sum(), found.best.sum()]).double())
 
         for layer in model.decoder_layers():
-            layer.attention.observer = partial(observe, layer.attention)  # type: ignore[assignment]
+            layer.attention.observer = partial(observe, layer.attention)
         model.hidden_states(tokens)
         for layer in model.decoder_layers():
-            layer.attention.observer = None  # type: ignore[assignment]
+            layer.attention.observer = None
         kept, best = torch.stack(total).sum(0).tolist()
         yield {"case": "mass", "recall": kept / best}
 
@@ -146,7 +146,7 @@ class Measurements:
             rows = [[0] * (most - len(x)) + x for x in self.prompts]
             mask = [[0] * (most - len(x)) + [1] * len(x) for x in self.prompts]
             ids, valid = (torch.tensor(x, device=self.device) for x in (rows, mask))
-            options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            options: Row = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             options |= {"attention_mask": valid, "max_new_tokens": ANSWER}
             found = model.model.generate(ids, **options)[:, most:]
         else:

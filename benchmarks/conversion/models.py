@@ -89,7 +89,12 @@ def prefill(model: Any, length: int) -> Callable[[], Any]:
         ids = torch.tensor(prompt, device=model.head.weight.device)
         return torch.no_grad()(partial(model.model, ids, use_cache=True, logits_to_keep=1))
     decoder = Decoder(model, max_tokens=length)
-    return lambda: decoder.cache.free(0) or decoder.prefill(prompt)
+
+    def call() -> Tensor:
+        decoder.cache.free(0)
+        return decoder.prefill(prompt)
+
+    return call
 
 
 def decode(model: Any, length: int, batch: int = 1) -> Callable[[], Any]:
@@ -104,13 +109,17 @@ def decode(model: Any, length: int, batch: int = 1) -> Callable[[], Any]:
     return partial(decoder.step, token)
 
 
+def _make_and_call(make: Callable[[], Callable[[], Any]]) -> Any:
+    return make()()
+
+
 def measure_times(model: Any, length: int) -> Iterator[Row]:
     """Median time and peak memory, with the cache, of a prefill and of a decode step."""
     device, batches = model.head.weight.device, BATCHES[: 1 if isinstance(model, Foreign) else None]
     made = [("prefill", 1, length, partial(prefill, model, length))]
     made += [("decode", x, x, partial(decode, model, length, x)) for x in batches]
     for case, batch, tokens, make in made:
-        memory, call = peak_mib(lambda make=make: make()(), device), make()
+        memory, call = peak_mib(partial(_make_and_call, make), device), make()
         samples_ms(call, device, 3)  # compiles and captures
         ms = statistics.median(samples_ms(call, device, SAMPLES))
         rate = {"ms": ms, "tokens_per_s": 1000 * tokens / ms, "peak_mib": memory}

@@ -5,23 +5,43 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.conversion import measure, models
+from nsa.hf.convert import sparse_config
 from nsa.hf.tokenizer import as_transformers
 from nsa.train.data.tokenizer import SEPARATOR
+from nsa.train.load import load_config
 
 LENGTHS = (256, 512)
+
+
+def test_configuration() -> None:
+    """It has the model that nsa convert makes of SmolLM2-135M."""
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    dense = LlamaConfig(**sizes, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    config = load_config("benchmarks/conversion/index.yaml", {})
+    assert config.model == sparse_config(dense, **models.PATTERN, scores="index")
+    assert config.global_batch * config.seq_len == 65_536
 
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = {"num_selected_blocks": 8, "num_local_blocks": 2, "block_size": 16}
     for name, value in {**models.PATTERN, **pattern}.items():
         monkeypatch.setitem(models.PATTERN, name, value)
-    values = {"NUM_BLOCKS": 8, "BLOCK": 16, "SAME": 128, "UNIT": 32, "CHARACTERS": 100}
+    values: dict[str, Any] = {
+        "NUM_BLOCKS": 8,
+        "BLOCK": 16,
+        "SAME": 128,
+        "UNIT": 32,
+        "CHARACTERS": 100,
+    }
     values |= {"PASSAGE": 32, "DISTANCES": (64, 384), "DEPTHS": 2, "CASES": 1, "ANSWER": 3}
     for name, number in values.items():
         monkeypatch.setattr(measure, name, number)

@@ -272,7 +272,7 @@ def test_an_index_is_trained_on_a_frozen_base(tmp_path, monkeypatch, command):
     model = AutoConfig.from_pretrained("sparse").lm
     data = {"source": "shards", "path": "shards", "tokenizer": "file"}
     optim = {"trained": "index", "index_lr": 1e-2, "index_warmup_steps": 2}
-    run = {"model": asdict(model), "data": data, "optim": optim}
+    run: dict[str, Any] = {"model": asdict(model), "data": data, "optim": optim}
     run |= {"steps": 2, "seq_len": 256, "micro_batch": 1, "accumulation": 1, "global_batch": 1}
     Path("run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run))))
     short = "--device cpu --compute-dtype fp32 --sample-tokens 0 --eval-windows 1"

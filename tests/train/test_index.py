@@ -164,10 +164,13 @@ def test_the_base_is_frozen(tmp_path):
     assert len(trainer.state.optimizer.adamw.state) == len(found)
     batch = trainer.next_batches()[0]
     losses: list[Any] = []
-    trainer.loss.rank("selected")
+    trainer.strategy.loss.rank("selected")
     hidden = trainer.model.hidden_states(batch.tokens, batch.cu_seqlens, losses=losses)
     assert not hidden.requires_grad
     assert all(loss.total.requires_grad for loss in losses)
+    x = torch.randn(64, 32, requires_grad=True)  # of a trained part before the layer
+    out, _ = trainer.model.decoder_layers()[0].attention(x, index_loss="selected")
+    assert torch.autograd.grad(out.sum(), x)[0].any()
     with pytest.raises(ValueError, match="index_weight must be positive with trained index, got 0"):
         tiny_config(tmp_path, **settings(trained="index", index_weight=0.0))
 
