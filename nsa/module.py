@@ -475,13 +475,15 @@ class NativeSparseAttention(ProjectedAttention):
         """The layer's output ``[T, width]`` for packed and checked tokens, and the index's loss."""
         call = Call(self.config, sequences, self.config.head_dim**-0.5)
         inputs = self.attention_inputs(self._project(x, sequences), x)
-        result = attend(
-            inputs,
-            call,
-            rope=self.rope,
-            statistics=self.statistics,
-            observer=self.observer,
-        )
+        frozen = ranked is not None and self._is_frozen(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            result = attend(
+                inputs,
+                call,
+                rope=self.rope,
+                statistics=self.statistics,
+                observer=self.observer,
+            )
         loss = None
         if ranked is not None:
             q_idx, k_idx, k = inputs.q_idx, inputs.k_idx, inputs.k_slc
@@ -507,6 +509,11 @@ class NativeSparseAttention(ProjectedAttention):
         """
         inputs = self.attention_inputs(found, x)
         return cache.attend(inputs, rope=self.rope, sequences=sequences)
+
+    def _is_frozen(self, x: Tensor) -> bool:
+        """Whether only the index is trained, which gets no gradient from the layer's output."""
+        trained = (name for name, p in self.named_parameters() if p.requires_grad)
+        return not x.requires_grad and all("_idx_proj." in name for name in trained)
 
     def _phi(self) -> Phi | None:
         if not self.config.compresses_keys:

@@ -264,7 +264,7 @@ def convert(
     num_init_blocks: int = 1,
     num_local_blocks: int = 9,
     block_size: int = 64,
-    scores: Literal["token_max", "compressed", "random"] = "token_max",
+    scores: Literal["token_max", "compressed", "index", "random"] = "token_max",
 ) -> int:
     """Make a dense pretrained model sparse, without training.
 
@@ -282,7 +282,8 @@ def convert(
         num_init_blocks: forced first blocks
         num_local_blocks: forced most recent blocks
         block_size: tokens of a block, 16, 32, 64 or 128
-        scores: scores of blocks; token_max is the largest weight of a token
+        scores: scores of blocks; token_max is the largest weight of a token; an index is
+            smaller, and has to be trained
     """
     from nsa.extras import require
 

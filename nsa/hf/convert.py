@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +33,8 @@ from nsa.lm.model import LanguageModel
 from nsa.rope import Rope
 from nsa.train.pretrained import (
     CONFIG,
+    INDEX,
+    WEIGHTS,
     check_weights,
     is_exported,
     open_weights,
@@ -38,6 +44,8 @@ from nsa.train.pretrained import (
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _MODEL, _OUT = "MODEL", "OUT"
+# Weights of a model with an index.
+_MODEL_FILE, _INDEX_FILE = "dense.safetensors", "index.safetensors"
 # Tokenizer, generation settings, index of the weights, licence.
 _KEPT = (".json", ".txt", ".model", ".jinja", "")
 # Settings of the model that have the same meaning in both configurations.
@@ -69,7 +77,7 @@ def convert(
         num_init_blocks: see there.
         num_local_blocks: see there.
         block_size: see there.
-        scores: see there; ``index`` needs weights that a dense model lacks.
+        scores: see there; an ``index`` scores by the mean query of a group, until it is trained.
 
     Returns:
         One line that describes the result.
@@ -86,10 +94,9 @@ def convert(
         "scores": scores,
     }
     check(not target.exists(), _OUT, "not exist yet", target)
-    check(scores != "index", "scores", "be token_max, compressed or random", scores)
     if source.suffix == ".gguf":
         with TemporaryDirectory(dir=target.parent, prefix=".unfinished") as folder:
-            _dequantize(source, Path(folder))
+            dequantize(source, Path(folder))
             return convert(Path(folder), target, **pattern)
     rule = f"be a folder with {CONFIG}, or a file *.gguf"
     check(is_exported(source), _MODEL, rule, source)
@@ -98,7 +105,8 @@ def convert(
     dense = AutoConfig.from_pretrained(source)
     config = sparse_config(dense, **pattern)
     with ExitStack() as files, torch.device("meta"):
-        wanted = {llama_name(name): x for name, x in LanguageModel(config).named_parameters()}
+        named = LanguageModel(config).named_parameters()
+        wanted = {llama_name(name): x for name, x in named if "_idx_proj." not in name}
         stored = open_weights(_MODEL, source, files)
         check_weights(_MODEL, stored, wanted, is_tied=config.tie_head)
     with new_folder(target) as unfinished:
@@ -107,12 +115,16 @@ def convert(
                 shutil.copyfile(file, unfinished / file.name)
         for name in weight_files(_MODEL, source):
             _link(source / name, unfinished / name)
+        if config.has_index:
+            _add_index(unfinished, config)
         values = {name: getattr(dense, name) for name in _SHARED}
         values["architectures"] = ["NSAForCausalLM"]
         NSALMConfig.of(config, **values).save_pretrained(unfinished)
         (unfinished / CODE_FILE).write_text(CODE, encoding="utf-8")
     blocks, same = f"{num_selected_blocks} blocks of {block_size}", num_selected_blocks * block_size
-    return f"{target}: {kind} with {blocks}, equal to the dense model for the first {same:,} tokens"
+    line = f"{target}: {kind} with {blocks}, equal to the dense model for the first {same:,} tokens"
+    index = f"; train its index: nsa train CONFIG --init-from {target} --optim.trained index"
+    return line + index * (scores == "index")
 
 
 def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
@@ -143,6 +155,8 @@ def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
     # Fields of the compressed branch, which is off, must fit the block size.
     block = min(pattern.get("block_size", 64), 32)
     fields |= {"compress_block_size": block, "compress_stride": min(block, 16)}
+    if pattern.get("scores") == "index":  # its first projections are those of the model
+        fields["index_dim"] = size
     nsa = NSAConfig(
         num_heads=heads,
         num_kv_heads=dense.num_key_value_heads,
@@ -211,7 +225,29 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _dequantize(source: Path, folder: Path) -> None:
+def _add_index(folder: Path, config: LMConfig) -> None:
+    """Add the first projections of an index: the keys', and the mean of a group's queries."""
+    table, whole, group = folder / INDEX, folder / WEIGHTS, config.nsa.num_kv_heads
+    found = dict[str, Tensor]()
+    with ExitStack() as files:
+        stored = open_weights(_MODEL, folder, files)
+        for layer, name in product(range(config.num_layers), ("q_proj", "k_proj")):
+            key = llama_name(f"layers.{layer}.attention.{name}.weight")
+            heads = stored[key][...].unflatten(0, (group, -1, config.nsa.head_dim))
+            mean = heads.float().mean(1).to(heads.dtype).flatten(0, 1)
+            found[key.replace("_proj", "_idx_proj")] = mean
+        where = dict.fromkeys(stored, _MODEL_FILE)
+    if whole.is_file():
+        whole.rename(folder / _MODEL_FILE)
+    else:
+        where = read_object(_MODEL, table)["weight_map"]
+    save_file(found, folder / _INDEX_FILE, metadata={"format": "pt"})
+    where |= dict.fromkeys(found, _INDEX_FILE)
+    content = {"metadata": {}, "weight_map": where}
+    table.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def dequantize(source: Path, folder: Path) -> None:
     """Write a GGUF file as a folder of transformers."""
     hint = "Install with: pip install 'nsa[gguf]'"
     check(

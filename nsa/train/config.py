@@ -221,6 +221,8 @@ class OptimConfig:
         weight_decay: decoupled decay of matrices (embeddings, norms, biases and gates' biases are
             not decayed).
         grad_clip: largest gradient norm; 0 switches clipping off.
+        trained: ``all`` weights, or those of the ``index`` alone: the others are frozen, without
+            gradients, moments or decay.
         index_weight: factor on the loss that trains the index of layers with scores ``index``, see
             :func:`nsa.index_loss`; 0 leaves out that loss.
         index_lr: peak learning rate of the index's projections, which AdamW then updates; None
@@ -238,6 +240,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     grad_clip: float = 1.0
+    trained: Literal["all", "index"] = "all"
     index_weight: float = 1.0
     index_lr: float | None = None
     index_warmup_steps: int = 0
@@ -249,6 +252,8 @@ class OptimConfig:
         check_not_negative(self, "index_weight", "index_warmup_steps")
         fits = self.index_lr is None or self.index_lr > 0
         check_field(self, fits, "index_lr", "be positive, or null")
+        fits = self.trained == "all" or self.index_weight > 0
+        check_field(self, fits, "index_weight", "be positive with trained index")
         fits = all(0 <= beta < 1 for beta in self.betas)
         check_field(self, fits, "betas", "lie between 0 and 1, 1 excluded")
         check_field(self, 0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "lie between 0 and 1")
@@ -454,7 +459,7 @@ class TrainConfig:
         fits = waits < limit or 0 in (waits, limit)
         check_field(self, fits, "data_limit_s", f"be below stall_limit_s ({limit:g})")
         self._check_parallel()
-        index = ("index_weight", "index_lr", "index_warmup_steps")
+        index = ("trained", "index_weight", "index_lr", "index_warmup_steps")
         check_default(self.optim, self.model.has_index, "no layer with scores index", *index)
 
     def ranked(self, step: int) -> Ranked | None:

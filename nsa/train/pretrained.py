@@ -22,7 +22,7 @@ from nsa.train.state import weights
 logger = logging.getLogger(__name__)
 
 CONFIG, TOKENIZER = "config.json", "nsa_tokenizer.json"
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX, _FLOATS = ".safetensors", ("F64", "F32", "F16", "BF16")
 _WHERE = "--init-from"
 # Buffers in old checkpoints, which every reader computes itself.
@@ -91,7 +91,7 @@ def weight_files(argument: str, path: Path) -> list[str]:
     Raises:
         ValueError: the folder has neither one file nor the index of several.
     """
-    return [_FILE] if (path / _FILE).is_file() else _indexed(argument, path / _INDEX)
+    return [WEIGHTS] if (path / WEIGHTS).is_file() else _indexed(argument, path / INDEX)
 
 
 def open_weights(argument: str, path: Path, files: ExitStack) -> dict[str, Any]:

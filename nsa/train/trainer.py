@@ -33,7 +33,7 @@ from nsa.train.execution.cuda_graphs import CaptureError, Replay
 from nsa.train.execution.kernels_ahead import run_step
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.loss import NextTokenLoss
-from nsa.train.optim import ModelOptimizer, lr_factor, run_now
+from nsa.train.optim import INDEX_WEIGHTS, ModelOptimizer, lr_factor, run_now
 from nsa.train.pretrained import initial_tokenizer, load_initial
 from nsa.train.reports import Beat, Reports, RunContext, RunResult, log_start
 from nsa.train.run_folder import RunFolder
@@ -162,6 +162,9 @@ class Trainer:
         """Make the model and the parallel strategy; load the weights of another run if given."""
         config = self.config
         self.model = LanguageModel(config.model).to(self.device)
+        if config.optim.trained == "index":
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name.endswith(INDEX_WEIGHTS))
         checkpoint_activations(self.model, config.checkpointing)
         self.strategy = distribute(
             NextTokenLoss(self.model, config.loss_chunk),

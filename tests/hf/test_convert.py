@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -24,7 +27,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import nsa.hf
 from nsa.hf.convert import convert
+from nsa.hf.tokenizer import as_transformers
+from nsa.lm.llama import llama_name
 from nsa.lm.model import LanguageModel
+from nsa.train.data.tokenizer import SEPARATOR
 from nsa.train.pretrained import load_initial
 from tests.cli.conftest import nsa as command
 from tests.cli.conftest import refusal
@@ -225,6 +231,63 @@ def test_lora_attaches(tmp_path):
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in adapters)
     with adapted.disable_adapter():
         assert torch.equal(adapted(input_ids=x).logits, before)
+
+
+@pytest.mark.parametrize("shard", ["40KB", "1GB"])
+@torch.no_grad()
+def test_an_index_begins_with_the_projections(shard, tmp_path):
+    """With one query head a group its scores are those of the tokens; else of the mean query."""
+    source = dense(tmp_path / "dense", num_key_value_heads=4, rms_norm_eps=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    shutil.rmtree(source)
+    model.save_pretrained(source, max_shard_size=shard)
+    x, logits = tokens(2, LONG), []
+    for scores in ("token_max", "index"):
+        convert(source, tmp_path / scores, **PATTERN, scores=scores)
+        sparse = AutoModelForCausalLM.from_pretrained(tmp_path / scores, dtype=torch.float64)
+        logits.append(sparse(x).logits)
+    assert torch.equal(*logits)
+    source = dense(tmp_path / "grouped")
+    convert(source, tmp_path / "mean", **PATTERN, scores="index")
+    weights = LanguageModel(AutoConfig.from_pretrained(tmp_path / "mean").lm)
+    load_initial(tmp_path / "mean", weights)
+    found = weights.get_parameter("layers.1.attention.q_idx_proj.weight")
+    q_proj = AutoModelForCausalLM.from_pretrained(source).model.layers[1].self_attn.q_proj.weight
+    torch.testing.assert_close(found, q_proj.view(2, 2, 16, 64).mean(1).view(32, 64))
+
+
+def test_an_index_is_trained_on_a_frozen_base(tmp_path, monkeypatch, command):
+    """From a dense model with its tokenizer to a run that changes the index alone."""
+    monkeypatch.chdir(tmp_path)
+    source = dense(Path("dense"), vocab_size=256, head_dim=16, bos_token_id=None, eos_token_id=0)
+    as_transformers({"separator": SEPARATOR, "tokenizer": None}).save_pretrained(source)
+    pattern = "--num-selected-blocks 4 --num-local-blocks 2 --block-size 16"
+    said = command(f"convert dense sparse --scores index {pattern}")
+    assert "; train its index: nsa train CONFIG --init-from sparse --optim.trained index" in said
+    Path("texts").mkdir()
+    for n in range(30):
+        Path(f"texts/{n}.txt").write_text(f"{n} is a number, and {n + 1} too.\n" * 20)
+    tokenizer = "--tokenizer file --tokenizer-path sparse/tokenizer.json"
+    command(f"data prepare texts {tokenizer} --validation-fraction 0.2 --out shards")
+    model = AutoConfig.from_pretrained("sparse").lm
+    data = {"source": "shards", "path": "shards", "tokenizer": "file"}
+    optim = {"trained": "index", "index_lr": 1e-2, "index_warmup_steps": 2}
+    run: dict[str, Any] = {"model": asdict(model), "data": data, "optim": optim}
+    run |= {"steps": 2, "seq_len": 256, "micro_batch": 1, "accumulation": 1, "global_batch": 1}
+    Path("run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run))))
+    short = "--device cpu --compute-dtype fp32 --sample-tokens 0 --eval-windows 1"
+    command(f"train run.yaml --init-from sparse --run-dir run {short}")
+    base = {k: x for file in source.glob("*.safetensors") for k, x in load_file(file).items()}
+    trained = load_file(next(Path("run/checkpoints").glob("*2/*.safetensors")))
+    for name in dict(LanguageModel(model).named_parameters()):
+        if "_idx_proj." not in name:
+            assert torch.equal(trained[f"model.{name}"], base[llama_name(name)])
+    moments = {name: x for name, x in trained.items() if name.endswith("exp_avg")}
+    assert len(moments) == 4
+    assert all("_idx_proj." in name and x.any() for name, x in moments.items())
+    models = [AutoModelForCausalLM.from_pretrained(name) for name in ("dense", "sparse")]
+    x = torch.randint(256, (1, SAME))
+    torch.testing.assert_close(*(m(x).logits for m in models), rtol=0, atol=1e-4)
 
 
 def write_gguf(file: Path, model: PreTrainedModel) -> None:

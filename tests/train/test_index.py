@@ -68,7 +68,7 @@ def test_of_a_layer_without_an_index(tmp_path):
         ValueError, match=r"index_loss must be one of \('selected', 'all'\), got '?s"
     ):
         layer(x, index_loss="some")
-    for changes in ({"index_weight": 0.5}, {"index_lr": 1e-3}, {"index_warmup_steps": 5}):
+    for changes in ({"index_weight": 0.5}, {"index_lr": 1e-3}, {"trained": "index"}):
         with pytest.raises(ValueError, match="no layer with scores index"):
             tiny_config(tmp_path, optim=changes)
 
@@ -143,6 +143,35 @@ def test_gradient_of_a_step(tmp_path):
         else:
             assert parameter.grad is None or not parameter.grad.any()
             assert torch.equal(found[name], twice[name])
+
+
+def test_the_base_is_frozen(tmp_path):
+    """The index gets the gradient that it has if all is trained, and nothing else gets memory."""
+    config = tiny_config(tmp_path, **settings(weight_decay=0.5))
+    wanted = gradients(config, tmp_path / "all")
+    frozen = dataclasses.replace(config.optim, trained="index")
+    found = gradients(dataclasses.replace(config, optim=frozen), tmp_path / "index")
+    assert {name.partition("attention.")[2] for name in found} == NAMES
+    assert len(found) == 2 * len(NAMES)
+    assert all(torch.equal(x, wanted[name]) for name, x in found.items())
+    trainer = new_trainer(tmp_path, "run", **settings(weight_decay=0.5, trained="index"))
+    parameters = dict(trainer.model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    trainer.train_step(trainer.next_batches())
+    changed = {name for name, p in parameters.items() if not torch.equal(p, before[name])}
+    assert changed == found.keys()
+    assert len(trainer.state.optimizer.adamw.state) == len(found)
+    batch = trainer.next_batches()[0]
+    losses: list[Any] = []
+    trainer.strategy.loss.rank("selected")
+    hidden = trainer.model.hidden_states(batch.tokens, batch.cu_seqlens, losses=losses)
+    assert not hidden.requires_grad
+    assert all(loss.total.requires_grad for loss in losses)
+    x = torch.randn(64, 32, requires_grad=True)  # of a trained part before the layer
+    out, _ = trainer.model.decoder_layers()[0].attention(x, index_loss="selected")
+    assert torch.autograd.grad(out.sum(), x)[0].any()
+    with pytest.raises(ValueError, match="index_weight must be positive with trained index, got 0"):
+        tiny_config(tmp_path, **settings(trained="index", index_weight=0.0))
 
 
 @pytest.mark.parametrize("step", [4, 5, 6])

@@ -1,0 +1,83 @@
+"""``python -m benchmarks.conversion.measure`` on a small random Llama."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.conversion import measure, models
+from nsa.hf.convert import sparse_config
+from nsa.hf.tokenizer import as_transformers
+from nsa.train.data.tokenizer import SEPARATOR
+from nsa.train.load import load_config
+
+LENGTHS = (256, 512)
+
+
+def test_configuration() -> None:
+    """It has the model that nsa convert makes of SmolLM2-135M."""
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    dense = LlamaConfig(**sizes, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
+    config = load_config("benchmarks/conversion/index.yaml", {})
+    assert config.model == sparse_config(dense, **models.PATTERN, scores="index")
+    assert config.global_batch * config.seq_len == 65_536
+
+
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = {"num_selected_blocks": 8, "num_local_blocks": 2, "block_size": 16}
+    for name, value in {**models.PATTERN, **pattern}.items():
+        monkeypatch.setitem(models.PATTERN, name, value)
+    values: dict[str, Any] = {
+        "NUM_BLOCKS": 8,
+        "BLOCK": 16,
+        "SAME": 128,
+        "UNIT": 32,
+        "CHARACTERS": 100,
+    }
+    values |= {"PASSAGE": 32, "DISTANCES": (64, 384), "DEPTHS": 2, "CASES": 1, "ANSWER": 3}
+    for name, number in values.items():
+        monkeypatch.setattr(measure, name, number)
+    monkeypatch.setattr(models, "BATCHES", (1, 2))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 256}
+    config = LlamaConfig(**sizes, initializer_range=0.2, rms_norm_eps=1e-6)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer = as_transformers({"separator": SEPARATOR, "tokenizer": None})
+    tokenizer.save_pretrained(tmp_path / "model")
+    text, out = tmp_path / "numbers.txt", tmp_path / "rows.jsonl"
+    text.write_text(" ".join(map(str, range(400))))
+    words = [str(tmp_path / "model"), "--text", str(text), "--out", str(out), "--device", "cpu"]
+    measure.main([*words, "--lengths", "256,512", "--times", "64"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["dense", "token_max", "mean keys", "random", "window", "index", "dense graph"]
+    assert list(dict.fromkeys(row["name"] for row in rows)) == names
+    of = {
+        (row["name"], row["case"], row.get("length"), row.get("distance")): row
+        for row in rows
+        if row.get("depth") is None
+    }
+    for name, length in product(names, LENGTHS):
+        loss, needle = of[name, "loss", length, None], of[name, "needle", length, None]
+        assert loss["units"] == (length - 128) // 32 * (1489 // length)
+        assert loss["low"] <= loss["difference"] <= loss["high"]
+        assert needle["cases"] == 2
+        copy = of[name, "copy", length, 64]
+        assert copy["gain"] - copy["dense_gain"] == pytest.approx(copy["difference"], abs=1e-9)
+        is_dense = name.startswith("dense")
+        assert (abs(loss["difference"]) < 1e-5) == is_dense
+        assert ((name, "mass", length, None) in of) != is_dense
+    mass = {name: of[name, "mass", 512, None]["recall"] for name in names[1:6]}
+    assert mass["token_max"] > max(mass["random"], mass["window"])
+    assert all(0 < share <= 1 for share in mass.values())
+    assert of["dense graph", "answer", None, None]["equal"] == 3
+    assert {row["batch"] for row in rows if row["case"] == "decode"} == {1, 2}
+    assert of["token_max", "prefill", 64, None]["ms"] > 0
