@@ -163,8 +163,9 @@ def test_the_base_is_frozen(tmp_path):
     assert len(trainer.state.optimizer.adamw.state) == len(found)
     batch = trainer.next_batches()[0]
     losses: list[Any] = []
-    trainer.strategy.loss.rank("selected")
-    hidden = trainer.model.hidden_states(batch.tokens, batch.cu_seqlens, losses=losses)
+    hidden = trainer.model.hidden_states(
+        batch.tokens, batch.cu_seqlens, ranked="selected", losses=losses
+    )
     assert not hidden.requires_grad
     assert all(loss.total.requires_grad for loss in losses)
     x = torch.randn(64, 32, requires_grad=True)  # of a trained part before the layer
