@@ -16,7 +16,7 @@ from nsa.train.generation import Generation, Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.lm.test_decoder import MIXED, TABLES
 
-NEW = 12
+NEW = 8
 LENGTHS = (70, 5, 33)  # sparse, and shorter than a block
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
@@ -133,9 +133,9 @@ def test_refused_kind_of_cache():
 def test_assisted_generation(changes, number):
     """Prompt lookup and an assistant, some of whose candidates are wrong, change no token."""
     model, text = model_of(**changes), tokens(1, 25).repeat(1, 3)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     wanted = model.generate(text, **options)
-    assert wanted[0].tolist()[-24:] == without_cache(model, text[0], 24)
+    assert wanted[0].tolist()[-16:] == without_cache(model, text[0], 16)
     found = model.generate(text, **options, prompt_lookup_num_tokens=number)
     assert torch.equal(found, wanted)
     assistant = copy.deepcopy(model)
@@ -149,7 +149,7 @@ def test_assisted_generation(changes, number):
         found = model.generate(text, **options, assistant_model=helper)
         handle.remove()
         assert torch.equal(found, wanted)
-        accepted.append(24 - len(steps))
+        accepted.append(16 - len(steps))
     assert 0 < accepted[0] < accepted[1]
 
 

@@ -16,7 +16,7 @@ for name in ("trl", "peft", "datasets"):
     ("kind", "has_adapters"),
     [(kind, kind in ("SFT checkpointed", "Reward", "GRPO")) for kind in KINDS if kind != "DPO"],
 )
-def test_five_steps(kind, has_adapters, tmp_path):
+def test_a_few_steps(kind, has_adapters, tmp_path):
     tiny(vocab_size=256).float().save_pretrained(tmp_path / "model")
     exported = tmp_path / "model"
     faults = train_by_trl(kind, exported, tmp_path, has_adapters=has_adapters, use_cpu=True)
