@@ -8,12 +8,10 @@ import sys
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from nsa import configs
 from nsa.train.load import load_config
-from tests.acceptance import cases, foreign_model
+from tests.acceptance import cases
 from tests.acceptance.cases import CASES, Case, Setting
 from tests.acceptance.checks import apart, differences, figures_of, training_faults
 from tests.acceptance.programs import ROOT
@@ -27,7 +25,6 @@ from tests.acceptance.rows import (
     table,
 )
 from tests.faults.cases import write_config
-from tests.hf.tiny import tiny
 
 STEP = {
     "loss_nats": 5.0,
@@ -211,41 +208,3 @@ def test_make_passes_its_words_on():
 
 
 # --------------------------------------------------------------------------------- a foreign model
-
-
-class WrongWhenCompiled(nn.Module):
-    """Mean of all tokens so far, with a different result and a fixed length when compiled."""
-
-    def __init__(self, width: int, config: object) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.proj(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
-        return y + (0.5 * x if torch.compiler.is_compiling() and f"{x.shape[1]}" else 0.0)
-
-
-@pytest.mark.faults  # of a judge that only the acceptance run on a GPU needs
-def test_a_foreign_model_is_judged(monkeypatch):
-    monkeypatch.setattr(foreign_model, "NativeSparseAttention", WrongWhenCompiled)
-    warmup = ((4, 64), (3, 96), (2, 80), (1, 64), (1, 128), (1, 48))
-    config = load_config("cpu-small").model.nsa
-    size = foreign_model.Size(16, 1, config, warmup, ((2, 128), (1, 100)), 1)
-    figures, _, faults = foreign_model.measure(size, torch.device("cpu"), "eager")
-    assert faults[0] == "2 recompilations, the first for tokens [2, 129]"
-    assert faults[1].startswith("compiled, it is 0.")
-    assert figures["compilations_after_5"] == 2
-
-
-@pytest.mark.faults  # see above; what adapters do: tests/hf/test_peft.py
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for peft
-def test_adapters(tmp_path, monkeypatch):
-    """They learn a text that repeats; with a learning rate of 0 they change nothing."""
-    tiny(vocab_size=256).float().save_pretrained(tmp_path)
-    given = (tmp_path, torch.device("cpu"), "the sea was calm " * 20, 8)
-    remark, faults = cases.train_adapters(*given)
-    assert remark.startswith("20 steps")
-    assert not faults
-    monkeypatch.setattr(torch.optim, "AdamW", lambda x, lr: torch.optim.SGD(x, lr=0.0))
-    _, faults = cases.train_adapters(*given)
-    assert len(faults) == 2
