@@ -32,7 +32,6 @@ from nsa.ops.projection.layout import split_reference
 from tests.ops.cases import small
 
 WIDTH = 32
-PROJECTIONS = ("q_proj", "k_cmp_proj", "v_slc_proj", "o_proj")
 
 
 class Adapter(nn.Module):

@@ -52,10 +52,6 @@ def expected(module: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...])
     )[0]
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().abs().max())
-
-
 def matches(config: NSAConfig, lengths: tuple[int, ...] = (90, 7, 0)) -> None:
     module, x = layer(config), tokens(sum(lengths))
     near(module(x, cu_seqlens=offsets(lengths)), expected(module, x, lengths))
@@ -302,17 +298,6 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
         NativeSparseAttention(WIDTH, small())
         NativeSparseAttention(WIDTH, small(branches=("slc",), scores="token_max"))
     assert "frozen" not in caplog.text
-
-
-def test_frozen_scores_still_select():
-    """Another k_cmp projection selects other blocks although the compressed branch is off."""
-    module, x = layer(small(branches=("slc",))), tokens(257)
-    before = module(x)
-    with torch.no_grad():
-        module.get_parameter("k_cmp_proj.weight").neg_()
-    after = module(x)
-    near(after[:64], array(before[:64]))
-    assert distance(after[64:], before[64:]) > 1e-3
 
 
 # ------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tests.acceptance.rows import (
     read_rows,
     table,
 )
-from tests.faults.cases import write_config
 
 STEP = {
     "loss_nats": 5.0,
@@ -154,51 +153,6 @@ def test_the_committed_page_is_made_of_the_committed_rows():
 
 
 # ---------------------------------------------------------------------------------- cases that run
-
-
-TINY = """
-import pytest
-from tests.acceptance.cases import Case, command, killed_and_resumed, train
-
-check = command("check {{run}}", says="everything agrees")
-CASES = [
-    Case("tiny", train, 20, 1, {config!r}, num_gpus=0),
-    Case("tiny: check", check, 9, 1, num_gpus=0),
-    Case("tiny: no", command("check no-run"), 9, 1, num_gpus=0),
-    Case("tiny: killed", killed_and_resumed, 60, 1, {config!r}, num_gpus=0),
-    Case("large", train, 9, 1, num_gpus=99),
-]
-
-@pytest.mark.quick
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case, setting):
-    if faults := setting.faults():
-        pytest.fail("; ".join(faults), pytrace=False)
-"""
-
-
-@pytest.mark.faults
-def test_tiny_cases_go_through(tmp_path):
-    """Training, check, a failure, SIGKILL and resumption, on this machine's CPU."""
-    config = str(write_config(tmp_path, steps=400, sample_tokens=0))
-    (tmp_path / "test_tiny.py").write_text(TINY.format(config=config))
-    words = ["-m", "pytest", "-s", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    words += ["-p", "tests.acceptance.conftest", "-m", "quick", "--commit", "c0ffee"]
-    done = subprocess.run(
-        [sys.executable, *words, "--out", str(tmp_path / "out"), str(tmp_path / "test_tiny.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    rows = read_rows(tmp_path / "out/quick.jsonl")
-    assert [row["passed"] for row in rows] == [True, True, False, True], done.stdout
-    assert rows[0]["note"].startswith("added: --steps 60")
-    assert rows[0]["tokens_per_s"] > 0
-    assert "failed: exit code" in rows[2]["note"]
-    assert "    | " in done.stdout
-    assert "1 failed, 3 passed, 1 skipped" in done.stdout
-    assert table(rows) in done.stdout
 
 
 def test_make_passes_its_words_on():

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from nsa.hf import GenerationCache, NSAForCausalLM
-from nsa.train.data.tokenizer import ByteTokenizer
-from nsa.train.generation import Generation, Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.lm.test_decoder import MIXED, TABLES
 
@@ -49,21 +47,6 @@ def test_left_padded_batch_equals_each_row_alone(changes, chunk):
         found = model.generate(**batch, **GREEDY, **given, prefill_chunk_size=chunk)
         assert found[:, -NEW:].tolist() == wanted
     assert len({*itertools.chain(*wanted)}) > 3
-
-
-def test_equals_nsa_generate():
-    """Token for token, bytes of the project's own generation."""
-    model = model_of(vocab_size=256)
-    prompt = b"what is written here"
-    greedy = Sampling(temperature=0.0)
-    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": greedy}
-    texts = [
-        b"".join(x)
-        for x in zip(*Generation(model.lm, ByteTokenizer(), [[*prompt]], **options), strict=True)
-    ]
-    found = model.generate(torch.tensor([[*prompt]]), **GREEDY, eos_token_id=0, pad_token_id=0)
-    assert bytes(found[0, len(prompt) :].tolist()).split(b"\0")[0] == texts[0]
-    assert texts[0]
 
 
 @torch.no_grad()

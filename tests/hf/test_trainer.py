@@ -12,9 +12,10 @@ pytest.importorskip("accelerate")
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("has_offsets", [True, False])  # otherwise positions that restart
-def test_a_few_steps(has_offsets, tmp_path):
-    """The loss falls, with layers computed again; a checkpoint is what was trained."""
+def test_a_few_steps(tmp_path):
+    """The loss falls, with positions that restart and layers computed again; a checkpoint is what
+    was trained.
+    """
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     model = tiny().float().train()
@@ -39,7 +40,7 @@ def test_a_few_steps(has_offsets, tmp_path):
         model,
         arguments,
         train_dataset=[{"input_ids": text.tolist()} for text in texts],
-        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=has_offsets),
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=False),
     )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
