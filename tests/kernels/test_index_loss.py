@@ -21,7 +21,7 @@ CASES: dict[str, tuple[Case, Head]] = {
     "shared, 3 heads": (Case(heads(2, 2), (90, 33), (18, 1)), Head(3, shared=True)),
     "dense": (Case(heads(2), (52, 52), dense=True), Head()),
     "Di 32, D 48": (Case(heads(2, head_dim=48), (90,), (9,)), Head(dim=32)),
-    "Di 128, repeated": (Case(heads(2), (90,), (9,)), Head(2, dim=128, repeats=True)),
+    "Di 128, repeated": (Case(heads(2), (90,), (30,)), Head(2, dim=128, repeats=True)),
     "n 20": (Case(heads(2, num_selected_blocks=20), (340,), (6,)), Head(2)),
     **{
         f"forced {init} {local}": (
