@@ -254,7 +254,7 @@ def test_attached_modules_compile():
     x = torch.randn(40, WIDTH, dtype=torch.float64)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), module(x))
-    replaced(module, "q_proj", Adapter)
+    replaced(module, "q_proj", ATTACHED["forward hook"])
     torch.testing.assert_close(compiled(x), by_hand(module, x))
 
 
