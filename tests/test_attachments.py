@@ -303,11 +303,11 @@ def test_decoding_calls_attached_modules(attached):
         owner = model.get_submodule(parent)
         part = getattr(owner, last)
         if attached == "adapter" and not isinstance(part, nn.Linear):
-            changed = nn.Sequential(part, nn.Linear(24, 24).double())
-            changed.weight = part.weight
+            other: nn.Module = nn.Sequential(part, nn.Linear(24, 24).double())
+            other.weight = part.weight
         else:
-            changed = ATTACHED[attached](copy.deepcopy(part))
-        setattr(owner, last, changed)
+            other = ATTACHED[attached](copy.deepcopy(part))
+        setattr(owner, last, other)
         check_decoder(model, decoder)
         setattr(owner, last, part)
 
