@@ -58,7 +58,7 @@ train: $(ENV) ## train a small model on the embedded corpus and leave a run fold
 	fi; \
 	$(RUN) -m nsa train "$$config" $(ARGS)
 
-test: $(ENV) ## formatting, lint and types, and all CPU tests with five mutants
+test: $(ENV) ## formatting, lint and types, and all CPU tests with three mutants
 	@$(MAKE) --no-print-directory --jobs 2 lint $(COLLECTED) pytest-kernels pytest
 
 # One process compiles the imports of the tests before several processes need them.

@@ -155,34 +155,6 @@ def attention(
     return out, lse
 
 
-def attention_backward(
-    d_out: Array, q: Array, k: Array, v: Array, visible: Visible, scale: float | None = None
-) -> tuple[Array, Array, Array]:
-    """Gradients of sum(d_out * attention(...)) with respect to q, k and v."""
-    num_rows, num_heads, dim = q.shape
-    group = num_heads // k.shape[1]
-    scale = dim**-0.5 if scale is None else scale
-    d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for r in range(num_rows):
-        for h in range(num_heads):
-            g, keys = h // group, list(visible(r, h // group))
-            if keys:
-                logits = k[keys, g] @ q[r, h] * scale
-                p = np.exp(logits - logits.max())
-                p /= p.sum()
-                d_p = v[keys, g] @ d_out[r, h]
-                d_logits = p * (d_p - (p * d_p).sum())
-                d_q[r, h] += scale * d_logits @ k[keys, g]
-                d_k[keys, g] += scale * np.outer(d_logits, q[r, h])
-                d_v[keys, g] += np.outer(p, d_out[r, h])
-    return d_q, d_k, d_v
-
-
-def visible_dense(num_queries: int, num_keys: int) -> Visible:
-    """Plain causal attention."""
-    return lambda r, g: range(num_keys - num_queries + r + 1)
-
-
 def visible_cmp(num_queries: int, num_keys: int, l: int, d: int) -> Visible:
     """Compressed blocks that lie wholly in the past of the row."""
 

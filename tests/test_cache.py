@@ -94,9 +94,9 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
 def test_every_config(changes):
-    module, x = layer(small(**changes)), tokens(150)
+    module, x = layer(small(**changes)), tokens(120)
     cache = new_cache(module.config)
-    parts = [module(part, cache=cache) for part in x.split([6, *[1] * 14, 67, *[1] * 10, 53])]
+    parts = [module(part, cache=cache) for part in x.split([6, *[1] * 5, 70, *[1] * 6, 33])]
     near(torch.cat(parts), array(module(x)))
 
 

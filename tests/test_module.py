@@ -52,11 +52,7 @@ def expected(module: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...])
     )[0]
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().abs().max())
-
-
-def matches(config: NSAConfig, lengths: tuple[int, ...] = (140, 7, 0, 33)) -> None:
+def matches(config: NSAConfig, lengths: tuple[int, ...] = (90, 7, 0)) -> None:
     module, x = layer(config), tokens(sum(lengths))
     near(module(x, cu_seqlens=offsets(lengths)), expected(module, x, lengths))
 
@@ -236,9 +232,11 @@ def test_gates_that_start_open_or_closed(bias, middle, hidden):
 # gradients
 
 
-@pytest.mark.parametrize("phi", PHIS)
-@pytest.mark.parametrize("share_kv", [False, True])
-@pytest.mark.parametrize(("branches", "scores"), SCORED)
+# Every form of phi and of the keys for each set of branches in turn.
+FORMS = [(*one, i % 2 == 1, PHIS[(i + i // 15) % 3]) for i, one in enumerate(2 * SCORED)]
+
+
+@pytest.mark.parametrize(("branches", "scores", "share_kv", "phi"), FORMS)
 def test_every_parameter_learns(branches, scores, share_kv, phi):
     """All parameters get a gradient, except those that only the selection depends on.
 
@@ -246,7 +244,7 @@ def test_every_parameter_learns(branches, scores, share_kv, phi):
     """
     options = {"share_kv": share_kv, "phi": phi, "gate_hidden_size": 3}
     module = layer(small(branches=branches, scores=scores, **options))
-    module(tokens(140)).square().sum().backward()
+    module(tokens(90)).square().sum().backward()
     scoring = "slc" in branches and "cmp" not in branches and scores == "compressed"
     for name, parameter in module.named_parameters():
         frozen = scoring and (name.startswith("phi_k") or name == "k_cmp_proj.weight")
@@ -256,9 +254,7 @@ def test_every_parameter_learns(branches, scores, share_kv, phi):
             assert bool(grad(parameter).any()) != ("idx" in name), name
 
 
-@pytest.mark.parametrize("phi", PHIS)
-@pytest.mark.parametrize("share_kv", [False, True])
-@pytest.mark.parametrize(("branches", "scores"), SCORED)
+@pytest.mark.parametrize(("branches", "scores", "share_kv", "phi"), FORMS)
 def test_no_gradient_is_missing_when_nothing_is_compressed(branches, scores, share_kv, phi):
     """All sequences are shorter than l: zero for what only the compressed branch uses, not None."""
     module = layer(small(branches=branches, scores=scores, phi=phi, share_kv=share_kv))
@@ -304,17 +300,6 @@ def test_the_log_says_what_is_frozen(caplog, share_kv):
     assert "frozen" not in caplog.text
 
 
-def test_frozen_scores_still_select():
-    """Another k_cmp projection selects other blocks although the compressed branch is off."""
-    module, x = layer(small(branches=("slc",))), tokens(257)
-    before = module(x)
-    with torch.no_grad():
-        module.get_parameter("k_cmp_proj.weight").neg_()
-    after = module(x)
-    near(after[:64], array(before[:64]))
-    assert distance(after[64:], before[64:]) > 1e-3
-
-
 # ------------------------------------------------------------------------------
 # mistakes
 
@@ -349,8 +334,12 @@ def test_arguments_of_another_type(argument, value, rule):
 
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="needs a C++ compiler")
 def test_compiled_by_inductor_on_a_cpu():
-    """70 tokens are no multiple of a vector or a block; gradients are compared, too."""
-    module, x = layer(small(block_size=32, share_kv=True, phi="linear")), tokens(70)
+    """The mask of selected blocks, of which Inductor once left out the last tokens; gradients, too.
+
+    70 tokens are no multiple of a vector or a block.
+    """
+    module = layer(small(block_size=32, branches=("slc",), scores="token_max"))
+    x = tokens(70)
     torch.compiler.reset()
     results = []
     for run in (module, torch.compile(module)):

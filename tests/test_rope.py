@@ -44,16 +44,6 @@ def test_by_hand():
     near(one, np.array([c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]), 1e-8)
 
 
-def test_every_head_turns_alike():
-    """Rotation is per head: it is not one rotation over the flattened heads."""
-    head = make_batch(small(), (130,)).normal(130, 1, 16)
-    rotated = apply_rope(head.expand(-1, 6, -1), torch.arange(130), Rope(16))
-    for h in range(6):
-        assert torch.equal(rotated[:, h], rotated[:, 0])
-    alone = apply_rope(head, torch.arange(130), Rope(16))
-    near(rotated[:, 5], array(alone[:, 0]), 1e-14)
-
-
 def test_offset_is_added_to_every_position():
     x = make_batch(small(), (130,)).q()
     moved = apply_rope(x, torch.arange(130), Rope(16, position_offset=300))

@@ -2,7 +2,7 @@
 
 Each mutant of ``tests/mutants/mutants.yaml`` is applied alone to a fresh copy of the tree, and the
 tests that it names run there. If no test fails, the mutant has survived: a test is missing.
-``make test-mutants`` runs all of them, ``make test`` the five that are marked fast.
+``make test-mutants`` runs all of them, ``make test`` the three that are marked fast.
 """
 
 from __future__ import annotations

@@ -8,12 +8,10 @@ import sys
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from nsa import configs
 from nsa.train.load import load_config
-from tests.acceptance import cases, foreign_model
+from tests.acceptance import cases
 from tests.acceptance.cases import CASES, Case, Setting
 from tests.acceptance.checks import apart, differences, figures_of, training_faults
 from tests.acceptance.programs import ROOT
@@ -26,8 +24,6 @@ from tests.acceptance.rows import (
     read_rows,
     table,
 )
-from tests.faults.cases import write_config
-from tests.hf.tiny import tiny
 
 STEP = {
     "loss_nats": 5.0,
@@ -159,51 +155,6 @@ def test_the_committed_page_is_made_of_the_committed_rows():
 # ---------------------------------------------------------------------------------- cases that run
 
 
-TINY = """
-import pytest
-from tests.acceptance.cases import Case, command, killed_and_resumed, train
-
-check = command("check {{run}}", says="everything agrees")
-CASES = [
-    Case("tiny", train, 20, 1, {config!r}, num_gpus=0),
-    Case("tiny: check", check, 9, 1, num_gpus=0),
-    Case("tiny: no", command("check no-run"), 9, 1, num_gpus=0),
-    Case("tiny: killed", killed_and_resumed, 60, 1, {config!r}, num_gpus=0),
-    Case("large", train, 9, 1, num_gpus=99),
-]
-
-@pytest.mark.quick
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case, setting):
-    if faults := setting.faults():
-        pytest.fail("; ".join(faults), pytrace=False)
-"""
-
-
-@pytest.mark.faults
-def test_tiny_cases_go_through(tmp_path):
-    """Training, check, a failure, SIGKILL and resumption, on this machine's CPU."""
-    config = str(write_config(tmp_path, steps=400, sample_tokens=0))
-    (tmp_path / "test_tiny.py").write_text(TINY.format(config=config))
-    words = ["-m", "pytest", "-s", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    words += ["-p", "tests.acceptance.conftest", "-m", "quick", "--commit", "c0ffee"]
-    done = subprocess.run(
-        [sys.executable, *words, "--out", str(tmp_path / "out"), str(tmp_path / "test_tiny.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    rows = read_rows(tmp_path / "out/quick.jsonl")
-    assert [row["passed"] for row in rows] == [True, True, False, True], done.stdout
-    assert rows[0]["note"].startswith("added: --steps 60")
-    assert rows[0]["tokens_per_s"] > 0
-    assert "failed: exit code" in rows[2]["note"]
-    assert "    | " in done.stdout
-    assert "1 failed, 3 passed, 1 skipped" in done.stdout
-    assert table(rows) in done.stdout
-
-
 def test_make_passes_its_words_on():
     words = ["make", "-n", "accept", f"PYTHON={sys.executable}", "QUICK=1", "LEG=2", "ARGS=--out x"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -211,41 +162,3 @@ def test_make_passes_its_words_on():
 
 
 # --------------------------------------------------------------------------------- a foreign model
-
-
-class WrongWhenCompiled(nn.Module):
-    """Mean of all tokens so far, with a different result and a fixed length when compiled."""
-
-    def __init__(self, width: int, config: object) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.proj(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
-        return y + (0.5 * x if torch.compiler.is_compiling() and f"{x.shape[1]}" else 0.0)
-
-
-@pytest.mark.faults  # of a judge that only the acceptance run on a GPU needs
-def test_a_foreign_model_is_judged(monkeypatch):
-    monkeypatch.setattr(foreign_model, "NativeSparseAttention", WrongWhenCompiled)
-    warmup = ((4, 64), (3, 96), (2, 80), (1, 64), (1, 128), (1, 48))
-    config = load_config("cpu-small").model.nsa
-    size = foreign_model.Size(16, 1, config, warmup, ((2, 128), (1, 100)), 1)
-    figures, _, faults = foreign_model.measure(size, torch.device("cpu"), "eager")
-    assert faults[0] == "2 recompilations, the first for tokens [2, 129]"
-    assert faults[1].startswith("compiled, it is 0.")
-    assert figures["compilations_after_5"] == 2
-
-
-@pytest.mark.faults  # see above; what adapters do: tests/hf/test_peft.py
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for peft
-def test_adapters(tmp_path, monkeypatch):
-    """They learn a text that repeats; with a learning rate of 0 they change nothing."""
-    tiny(vocab_size=256).float().save_pretrained(tmp_path)
-    given = (tmp_path, torch.device("cpu"), "the sea was calm " * 20, 8)
-    remark, faults = cases.train_adapters(*given)
-    assert remark.startswith("20 steps")
-    assert not faults
-    monkeypatch.setattr(torch.optim, "AdamW", lambda x, lr: torch.optim.SGD(x, lr=0.0))
-    _, faults = cases.train_adapters(*given)
-    assert len(faults) == 2

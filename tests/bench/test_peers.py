@@ -20,6 +20,7 @@ from benchmarks.peers.adapters import (
     nsa_select,
     nsa_whole,
 )
+from nsa import NSAConfig
 from nsa.bench import clock
 from nsa.bench.consumers import CONSUMERS
 from nsa.bench.rows import Row, read_rows
@@ -34,6 +35,9 @@ def run(
     """Exit code, and the rows of the packages."""
     monkeypatch.setattr(clock, "BUDGET_MS", clock.BUDGET_MS)  # restored after the command
     monkeypatch.setattr(command, "PEERS", peers)
+    sizes: dict[str, Any] = {"compress_block_size": 8, "compress_stride": 4, "block_size": 16}
+    pattern = NSAConfig(2, 1, 16, 16, **sizes, num_selected_blocks=4, window_size=32)
+    monkeypatch.setattr(command, "parse_shape", lambda text: pattern)
     out = tmp_path / "rows.jsonl"
     code = command.main([*WORDS.split(), "--seqs", str(seq_len), "--out", str(out)])
     rows = read_rows([out])
@@ -86,7 +90,7 @@ def test_whole_attention_is_checked_with_the_selection_of_the_package(
 
     ours = Peer("right", WHOLE, package="nsa", module="nsa", whole=nsa_whole, select=reversed_ids)
     peers = ours, replace(ours, name="wrong", select=without_block_1)
-    code, rows = run(tmp_path, monkeypatch, 1152, *peers)  # above n * l'
+    code, rows = run(tmp_path, monkeypatch, 128, *peers)  # above n * l'
     assert code == 1
     right, wrong = rows[:2], rows[2:]
     assert [row.case for row in rows] == ["attention.shared"] * 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.bench.report import Results, guard, of_one_batch, result_table, series, write_report
+from nsa.bench.report import Results, guard, of_one_batch, series, write_report
 from nsa.bench.rows import (
     Row,
     index_rows,
@@ -180,11 +180,6 @@ def test_the_file_of_targets_is_sound():
 
 
 # --- The report
-def test_table():
-    failed = make_row(**WHOLE, provider="narrow", **WRONG)
-    *_, ours, reason = result_table([DENSE, OURS, failed]).splitlines()
-    assert ours.endswith(" | 0.2 of dense-cudnn: target 0.21 pass |")
-    assert reason.endswith(": attention, narrow, seed, random, S 65,536, fwd_bwd: dq is wrong")
 
 
 def test_report(tmp_path, capsys):

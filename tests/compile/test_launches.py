@@ -16,14 +16,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa import NSAConfig
 from nsa.ops import _plan
-from nsa.ops._backend import as_on_gpu
-from nsa.ops._triton import tuning
 from nsa.ops._triton.kernel import Kernel, Launch, describe, kernel
-from nsa.ops._triton.tuning import default_tile, tiles_chosen_by
 from tools.compile_only.driver import NotingGPU
-from tools.compile_only.launches import PARTS, attention
 
 
 class Recorder(NotingGPU):
@@ -175,31 +170,6 @@ def test_kernels_are_compiled_for_the_device_of_the_tensors(gpu, monkeypatch):
     small_kernel[(1,)](torch.zeros(64), (), None, 7, 3, 0.5, BLOCK=16, PARTS=())
     assert during == [gpu.serial]
     assert current == [gpu.serial + 1]
-
-
-@pytest.mark.faults  # compiles for half a minute; on a GPU every test launches directly
-def test_whole_attention_is_launched_as_by_triton(gpu, monkeypatch):
-    """By Triton, and directly: the same kernels in the same order and sizes."""
-    config = NSAConfig(num_heads=12, num_kv_heads=2, head_dim=64, value_dim=64)
-
-    def attend():
-        gpu.launched = []
-        torch.manual_seed(0)
-        out, inputs = attention(config, torch.bfloat16, PARTS)  # kernels of test_compile.py
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
-        return gpu.launched
-
-    with as_on_gpu(), tiles_chosen_by(lambda key, _: default_tile(key, (9, 0))):
-        with monkeypatch.context() as patch:  # during a search for tiles nothing is remembered
-            patch.setattr(Kernel, "run", by_triton)
-            expected = attend()
-        # here it only stands in for the table of a GPU
-        monkeypatch.setattr(tuning, "tiles_are_chosen", lambda: False)
-        attend()
-        monkeypatch.setattr(JITFunction, "run", lambda *_, **__: pytest.fail("Triton looks"))
-        found = attend()
-    assert [*map(_comparable, found)] == [*map(_comparable, expected)]
-    assert len(found) > 15
 
 
 def _comparable(launch: tuple[Any, ...]) -> list[Any]:

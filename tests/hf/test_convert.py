@@ -214,25 +214,6 @@ def test_tensors_that_transformers_ignores(tmp_path):
     torch.testing.assert_close(model(tokens(1, SAME)).logits, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for peft
-def test_lora_attaches(tmp_path):
-    peft = pytest.importorskip("peft")
-    convert(dense(tmp_path / "dense", "qwen2"), tmp_path / "sparse", **PATTERN)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
-    x = tokens(2, LONG)
-    before = model(x).logits
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
-    logits = adapted(input_ids=x).logits
-    assert (logits - before).abs().max() > 1e-3
-    logits.square().sum().backward()
-    adapters = [p for name, p in adapted.named_parameters() if "lora" in name]
-    assert len(adapters) == 8
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in adapters)
-    with adapted.disable_adapter():
-        assert torch.equal(adapted(input_ids=x).logits, before)
-
-
 @pytest.mark.parametrize("shard", ["40KB", "1GB"])
 @torch.no_grad()
 def test_an_index_begins_with_the_projections(shard, tmp_path):

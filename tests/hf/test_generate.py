@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from nsa.hf import GenerationCache, NSAForCausalLM
-from nsa.train.data.tokenizer import ByteTokenizer
-from nsa.train.generation import Generation, Sampling
 from tests.hf.tiny import VOCAB, left_padded, tiny, tokens
 from tests.lm.test_decoder import MIXED, TABLES
 
-NEW = 12
+NEW = 8
 LENGTHS = (70, 5, 33)  # sparse, and shorter than a block
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
@@ -49,21 +47,6 @@ def test_left_padded_batch_equals_each_row_alone(changes, chunk):
         found = model.generate(**batch, **GREEDY, **given, prefill_chunk_size=chunk)
         assert found[:, -NEW:].tolist() == wanted
     assert len({*itertools.chain(*wanted)}) > 3
-
-
-def test_equals_nsa_generate():
-    """Token for token, bytes of the project's own generation."""
-    model = model_of(vocab_size=256)
-    prompt = b"what is written here"
-    greedy = Sampling(temperature=0.0)
-    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": greedy}
-    texts = [
-        b"".join(x)
-        for x in zip(*Generation(model.lm, ByteTokenizer(), [[*prompt]], **options), strict=True)
-    ]
-    found = model.generate(torch.tensor([[*prompt]]), **GREEDY, eos_token_id=0, pad_token_id=0)
-    assert bytes(found[0, len(prompt) :].tolist()).split(b"\0")[0] == texts[0]
-    assert texts[0]
 
 
 @torch.no_grad()
@@ -133,13 +116,13 @@ def test_refused_kind_of_cache():
 def test_assisted_generation(changes, number):
     """Prompt lookup and an assistant, some of whose candidates are wrong, change no token."""
     model, text = model_of(**changes), tokens(1, 25).repeat(1, 3)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     wanted = model.generate(text, **options)
-    assert wanted[0].tolist()[-24:] == without_cache(model, text[0], 24)
+    assert wanted[0].tolist()[-16:] == without_cache(model, text[0], 16)
     found = model.generate(text, **options, prompt_lookup_num_tokens=number)
     assert torch.equal(found, wanted)
     assistant = copy.deepcopy(model)
-    assistant.lm.head.weight.data[wanted[0, -5]] *= -1
+    assistant.lm.head.weight.data[wanted[0, -12]] *= -1
     accepted = list[int]()
     for helper in (assistant, copy.deepcopy(model)):
         settings = helper.generation_config
@@ -149,7 +132,7 @@ def test_assisted_generation(changes, number):
         found = model.generate(text, **options, assistant_model=helper)
         handle.remove()
         assert torch.equal(found, wanted)
-        accepted.append(24 - len(steps))
+        accepted.append(16 - len(steps))
     assert 0 < accepted[0] < accepted[1]
 
 

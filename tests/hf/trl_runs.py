@@ -9,7 +9,7 @@ from typing import Any
 from nsa.hf import NSAForCausalLM, NSAForSequenceClassification
 from nsa.hf.tokenizer import as_transformers
 
-STEPS = 5
+STEPS = 3
 TEXTS = [f"line {i}: " + "the sea was calm " * (1 + i % 3) for i in range(40)]
 ROWS: dict[str, list[dict[str, str]]] = {
     "SFT": [{"text": text} for text in TEXTS],

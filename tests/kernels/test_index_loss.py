@@ -16,25 +16,25 @@ from tests.ops.public import Case
 from tests.ops.registration import Recorder, check_operator
 
 CASES: dict[str, tuple[Case, Head]] = {
-    "G 1": (Case(heads(1, 2), (84, 1, 0, 37), (30, 1, 0, 9)), Head()),
+    "G 1": (Case(heads(1, 2), (84, 1, 0, 37), (18, 1, 0, 5)), Head()),
     "G 6": (Case(heads(6, 2), (70,), (20,)), Head(2)),
-    "shared, 3 heads": (Case(heads(2, 2), (90, 33), (30, 1)), Head(3, shared=True)),
-    "dense": (Case(heads(2, 2), (66, 66), dense=True), Head()),
-    "Di 32, D 48": (Case(heads(2, head_dim=48), (90,), (30,)), Head(dim=32)),
+    "shared, 3 heads": (Case(heads(2, 2), (90, 33), (18, 1)), Head(3, shared=True)),
+    "dense": (Case(heads(2), (52, 52), dense=True), Head()),
+    "Di 32, D 48": (Case(heads(2, head_dim=48), (90,), (9,)), Head(dim=32)),
     "Di 128, repeated": (Case(heads(2), (90,), (30,)), Head(2, dim=128, repeats=True)),
-    "n 20": (Case(heads(2, num_selected_blocks=20), (340,), (20,)), Head(2)),
+    "n 20": (Case(heads(2, num_selected_blocks=20), (340,), (6,)), Head(2)),
     **{
         f"forced {init} {local}": (
-            Case(heads(2, num_init_blocks=init, num_local_blocks=local), (100, 33), (30, 5)),
+            Case(heads(2, num_init_blocks=init, num_local_blocks=local), (100, 33), (9, 5)),
             Head(2),
         )
         for init, local in ((0, 1), (2, 2))
     },
     **{
-        f"l' {size}": (Case(heads(2, block_size=size), (6 * size + 5,), (20,)), Head(2))
+        f"l' {size}": (Case(heads(2, block_size=size), (6 * size + 5,), (6,)), Head(2))
         for size in (32, 128)
     },
-    "fp16": (Case(heads(3), (70,), (20,), dtype=torch.float16), Head(2)),
+    "fp16": (Case(heads(3), (70,), (18,), dtype=torch.float16), Head(2)),
     "no block to rank": (Case(heads(3), (48, 20), (9, 9)), Head()),
 }
 

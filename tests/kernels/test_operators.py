@@ -45,7 +45,7 @@ from tests.ops.public import (
     select,
 )
 
-PACKED, FEWER = (84, 1, 0, 37), (21, 1, 0, 4)
+PACKED, FEWER = (68, 1, 0, 20), (21, 1, 0, 4)
 
 
 def heads(group: int, num_kv_heads: int = 1, **changes: Any) -> Any:
@@ -101,8 +101,8 @@ GATHERED: dict[str, tuple[Case, dict[str, Any]]] = {
     "G 6": (Case(heads(6, 2), PACKED), {}),
     "G 16": (Case(heads(16, value_dim=32), (20, 5)), {"segments": 1}),
     # Segments that end inside a sequence; the last of twenty are empty.
-    "1 segment": (Case(heads(2, 2), (84, 1)), {"segments": 1}),
-    "20 segments": (Case(heads(2, 2), (84, 1)), {"segments": 20}),
+    "1 segment": (Case(heads(2), (68, 1)), {"segments": 1}),
+    "20 segments": (Case(heads(2), (40, 1)), {"segments": 20}),
     "fewer queries": (Case(heads(3, 2), PACKED, FEWER), {}),
     "auto": (Case(heads(3, 2), PACKED, FEWER, algorithm="auto"), {}),
     "tiled": (Case(heads(3, 2), PACKED, FEWER, algorithm="tiled"), {}),

@@ -174,23 +174,6 @@ def test_every_parameter_gets_a_gradient(attention):
 # --- attention ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branch", ["slc", "win"])
-def test_nsa_with_full_coverage_is_dense_attention(branch):
-    pattern = dataclasses.replace(
-        PATTERN,
-        branches=(branch,),
-        share_kv=True,
-        gate="fixed",
-        num_selected_blocks=8,
-        window_size=128,
-    )
-    sparse = make("nsa", nsa=pattern).double()
-    dense = make("dense", seed=9, nsa=pattern).double()
-    dense.load_state_dict(sparse.state_dict())
-    data = tokens(2, 128)
-    torch.testing.assert_close(sparse(data), dense(data), rtol=1e-12, atol=1e-12)
-
-
 @ATTENTION
 def test_packed_equals_separate_and_batch(attention):
     model = make(attention).double()

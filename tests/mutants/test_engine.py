@@ -79,28 +79,6 @@ def test_list_is_checked(tmp_path, text, message):
         mutants.load_mutants(path)
 
 
-KERNEL_TEST = """
-import os
-from nsa.maths import half
-
-
-def test_it():
-    assert os.environ.get("TRITON_INTERPRET") == {}
-    assert half(4) == 2 or {}
-"""
-
-
-def test_kernels_are_interpreted(tree):
-    """Tests under tests/kernels run with TRITON_INTERPRET, others without; each can notice."""
-    (tree / "tests/kernels").mkdir()
-    (tree / "tests/kernels/test_kernel.py").write_text(KERNEL_TEST.format("'1'", False))
-    (tree / "tests/test_plain.py").write_text(KERNEL_TEST.format(None, True))
-    tests = ("tests/kernels/test_kernel.py", "tests/test_plain.py")
-    assert run_tests(tests, source=tree).outcome == "survived"
-    result = run_tests(tests, broken(tests=tests), tree)
-    assert "FAILED tests/kernels/test_kernel.py::test_it" in result.output
-
-
 def test_survivors_are_told(tree, monkeypatch, capsys):
     listed = [broken(), broken("return 1", "return 2", name="alive")]
     monkeypatch.setattr(mutants, "load_mutants", lambda path: listed)

@@ -1,4 +1,4 @@
-"""Five of the deliberate mistakes of mutants.yaml: every run of the tests shows that they notice.
+"""Three of the deliberate mistakes of mutants.yaml: every run of the tests shows that they notice.
 
 The tests that the mutants name run in this same session on the unbroken tree, too.
 """

@@ -89,7 +89,7 @@ def record_calls(case: Case, more: Sequence[Case] = ()) -> dict[str, Call]:
         check_embed(case)
         for other in (case, *more):
             check_compress(other)
-        check_index_loss(dataclasses.replace(case, lengths_k=(70, 3)))
+        check_index_loss(dataclasses.replace(case, lengths_k=(70, 3), lengths_q=(6, 3)))
     return recorder.calls
 
 

@@ -1,4 +1,4 @@
-"""The three branches against the NumPy oracle in fp64: output, log-sum-exp and gradients."""
+"""The three branches against the NumPy oracle in fp64: output and log-sum-exp."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def visible_keys(branch: str, config: NSAConfig, num_keys: int, num_rows: int, i
 
 
 def expected(
-    branch: str, batch: Batch, inputs: list[Tensor], d_out: Tensor, scale: float | None
+    branch: str, batch: Batch, inputs: list[Tensor], scale: float | None
 ) -> list[np.ndarray]:
-    """out, lse, dQ, dK and dV."""
+    """Output and log-sum-exp; gradients are compared with fp64 in tests/ops/test_reference.py."""
 
     def one(rows: slice, tokens: slice, blocks: slice) -> tuple[np.ndarray, ...]:
         keys = blocks if branch == "cmp" else tokens
@@ -51,8 +51,7 @@ def expected(
         num_keys, num_rows = tokens.stop - tokens.start, rows.stop - rows.start
         ids = array(inputs[-1])[rows]
         visible = visible_keys(branch, batch.config, num_keys, num_rows, ids)
-        forward = oracle.attention(q, k, v, visible, scale)
-        return *forward, *oracle.attention_backward(array(d_out)[rows], q, k, v, visible, scale)
+        return oracle.attention(q, k, v, visible, scale)
 
     return stack(batch, one)
 
@@ -70,15 +69,12 @@ def check(
     out, lse = run(branch, everything, batch.config, softmax_scale=softmax_scale, **given)
     assert lse.dtype == torch.float64
     assert not lse.requires_grad
-    d_out = batch.normal(*out.shape)
-    out.backward(d_out)
-    wanted = expected(branch, batch, inputs, d_out, softmax_scale)
-    # Rows of compressed keys that no sequence owns are NaN here; nobody read them.
-    real = wanted[3].shape[0]
-    assert not bool(torch.cat([grad(x)[real:].flatten() for x in leaves[1:]]).any())
-    found = [out, lse, grad(leaves[0]), grad(leaves[1])[:real], grad(leaves[2])[:real]]
-    for x, y in zip(found, wanted, strict=True):
+    out.sum().backward()
+    for x, y in zip((out, lse), expected(branch, batch, inputs, softmax_scale), strict=True):
         near(x, y)
+    # Rows of compressed keys that no sequence owns are NaN here; nobody read them.
+    real = sum(batch.num_cmp) if branch == "cmp" else len(inputs[1])
+    assert not bool(torch.cat([grad(x)[real:].flatten() for x in leaves[1:]]).any())
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -34,7 +34,6 @@ from nsa.testing import packed_offsets
 from tests.ops.cases import SMALL, small
 
 CUDA = torch.device("cuda")
-Clock = dict[int, int]  # how far each stream is known to be done, by its number
 
 
 class ModelStream:

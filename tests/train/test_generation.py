@@ -50,19 +50,19 @@ def without_cache(model: LanguageModel, prompt: str, count: int) -> bytes:
 @ATTENTION
 def test_greedy_is_the_likeliest_token_each_time(attention):
     model = make_model(attention)
-    found = complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, sampling=GREEDY)
-    assert found == [without_cache(model, prompt, 40) for prompt in PROMPTS]
+    found = complete(model, TOKENIZER, PROMPTS, max_new_tokens=20, sampling=GREEDY)
+    assert found == [without_cache(model, prompt, 20) for prompt in PROMPTS]
     for sampling in (Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(min_p=1.0)):
-        again = complete(model, TOKENIZER, PROMPTS, max_new_tokens=40, sampling=sampling)
+        again = complete(model, TOKENIZER, PROMPTS, max_new_tokens=20, sampling=sampling)
         assert again == found
 
 
 @ATTENTION
 def test_batch_equals_its_prompts(attention):
     model = make_model(attention)
-    together = complete(model, TOKENIZER, PROMPTS, max_new_tokens=30, seed=5)
+    together = complete(model, TOKENIZER, PROMPTS, max_new_tokens=16, seed=5)
     for index, prompt in enumerate(PROMPTS):
-        alone = complete(model, TOKENIZER, [prompt], max_new_tokens=30, seed=5 + index)
+        alone = complete(model, TOKENIZER, [prompt], max_new_tokens=16, seed=5 + index)
         assert alone == [together[index]]
 
 

@@ -76,7 +76,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(config=runs)
 def test_written_configuration_reads_back_equal(config, tmp_path_factory):
     assert load_config(file_with(tmp_path_factory.mktemp("run"), to_yaml(config))) == config

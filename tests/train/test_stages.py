@@ -78,7 +78,7 @@ def test_runs_resume_exactly_at_and_around_a_boundary(tmp_path, kind):
     ]
     assert [row["tokens"] for row in rows] == [512 * step for step in range(1, 13)]
     assert check_run(whole.run_folder)[1] == []
-    for step in (4, 5, 6):
+    for step in (4, 5, 6) if kind == "folder" else (5,):
         name = f"run-{step}"
         trainer = new_trainer(tmp_path, name, **changes)
         signal_in_step(trainer, step)
