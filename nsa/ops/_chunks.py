@@ -15,7 +15,7 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
 
 _LONG = 1 << 22  # scores of a head that the reference computes at once
-_QUERIES = 256  # of a chunk
+_QUERIES = 128  # of a chunk
 
 
 class Part(NamedTuple):
