@@ -77,6 +77,17 @@ def test_chunks_equal_the_reference(monkeypatch, changes, offsets):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
+def test_any_layout_of_the_inputs(monkeypatch):
+    """Heads before tokens in memory, as other attention layers have them."""
+    config = nsa.NSAConfig(**PATTERN | {"scores": "token_max"})
+    given, _ = inputs_of(config, 700)
+    expected = nsa.native_sparse_attention(*given)
+    moved = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given[:7]]
+    monkeypatch.setattr(_chunks, "_LONG", 1)
+    found = nsa.native_sparse_attention(*moved, *given[7:])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+
+
 def test_gradients_need_the_whole_call(monkeypatch):
     monkeypatch.setattr(_chunks, "_LONG", 1)
     given, _ = inputs_of(nsa.NSAConfig(**PATTERN), 700)
