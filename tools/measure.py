@@ -36,6 +36,15 @@ OPTIONS = " ".join(
         "table:num_selected_blocks_table=[[-1,65536,8]]",
     )
 )
+BY_TOKENS = " ".join(
+    f"--variant {name}:branches=[slc,win],{settings}"
+    for name, settings in (
+        ("token_max", "scores=token_max"),
+        ("token_max-fp8", "scores=token_max,score_precision=fp8"),
+        ("index", "scores=index"),
+        ("index-32", "scores=index,index_dim=32,index_keys=shared"),
+    )
+)
 KEPT = ("every", "operators", "full")
 POLICIES = " ".join(f"--variant {name}:checkpointing.policy={name}" for name in KEPT)
 SWITCHES = "--variant launched:cuda_graphs=false --variant silent:telemetry=false"
@@ -65,6 +74,7 @@ MEASUREMENTS = {
         f"{WHOLE} --shape 16x2x64x64 --tokens 65536 {NSA}",
     ],
     "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
+    "selection": [f"{WHOLE} --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
     "train": [
         f"{TRAIN} --seqs 2048,8192,65536 {STEP}",
         f"{TRAIN} {UNMASKED} {MODELS}",
