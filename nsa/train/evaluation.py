@@ -101,10 +101,26 @@ class Measurement:
             a document without measured targets.
         positions: fp64 ``[seq_len, 3]``, by position in the sequence: a target in row p was
             predicted from p + 1 tokens.
+        contexts: fp64 ``[num_bins, num_documents, 3]``, by bin of :meth:`by_position` and document;
+            None in files of earlier versions.
     """
 
     documents: Sums
     positions: Sums
+    contexts: Sums | None = None
+
+    def beyond(self, context: int) -> Measurement:
+        """Sums of the targets that were predicted from at least so many tokens.
+
+        Args:
+            context: tokens, a power of two below the length of a sequence; 1 for all targets.
+        """
+        if context == 1:
+            return self
+        assert self.contexts is not None, "a file of an earlier version"
+        first = context.bit_length() - 1
+        positions = self.positions * (np.arange(len(self.positions)) + 1 >= context)[:, None]
+        return Measurement(self.contexts[first:].sum(axis=0), positions)
 
     def figures(self) -> dict[str, float]:
         """Figures of :func:`evaluate` over all targets."""
@@ -174,7 +190,8 @@ def measure(
         ValueError: the sequences contain no target.
     """
     model, device = loss.model, loss.model.embedding.weight.device
-    documents, positions = (np.zeros((n, 3)) for n in (text.num_documents, text.seq_len))
+    contexts = np.zeros((text.seq_len.bit_length(), text.num_documents, 3))
+    positions = np.zeros((text.seq_len, 3))
     with torch.no_grad(), _evaluating(model):
         for batch, document in text.batches(micro_batch, num_sequences):
             local = batch.to(device)
@@ -187,10 +204,11 @@ def measure(
             sizes = text.token_bytes[targets[counted]]
             losses = nats.double().cpu().numpy()[counted]
             values = np.column_stack((losses, np.ones(len(losses)), sizes))
-            np.add.at(documents, document[counted], values)
+            bins = np.frexp(position[counted] + 1)[1] - 1
+            np.add.at(contexts, (bins, document[counted]), values)
             np.add.at(positions, position[counted], values)
-    _check_bytes("text", *documents[:, 1:].sum(axis=0).tolist())
-    return Measurement(documents, positions)
+    _check_bytes("text", *positions[:, 1:].sum(axis=0).tolist())
+    return Measurement(contexts.sum(axis=0), positions, contexts)
 
 
 def paired_difference(

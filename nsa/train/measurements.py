@@ -48,12 +48,8 @@ def save_measurement(path: Path, measurement: Measurement, about: dict[str, Any]
             rows of ``needles``.
     """
     with new_file(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(
-            file,
-            documents=measurement.documents,
-            positions=measurement.positions,
-            about=np.array(json.dumps(about)),
-        )
+        arrays = {name: sums for name, sums in vars(measurement).items() if sums is not None}
+        np.savez_compressed(file, **arrays, about=np.array(json.dumps(about)))
 
 
 def load_measurement(argument: str, path: Path) -> tuple[Measurement, dict[str, Any]]:
@@ -62,23 +58,26 @@ def load_measurement(argument: str, path: Path) -> tuple[Measurement, dict[str, 
     Raises:
         ValueError: there is no such file, or it has other content.
     """
-    found, about = list[Any](), dict[str, Any]()
+    found, contexts, about = list[Any](), None, dict[str, Any]()
     if path.is_file():
         # NumPy would leave a damaged file open, and advise to unpickle it.
         with suppress(*_DAMAGED), path.open("rb") as file, np.load(file) as arrays:
             found = [np.asarray(arrays[name], np.float64) for name in ("documents", "positions")]
+            contexts = np.asarray(arrays["contexts"]) if "contexts" in arrays else None
             about = json.loads(str(arrays["about"]))
     is_whole = [x.shape[1:] for x in found] == [(3,), (3,)] and {*_SAME, "run", "step"} <= {*about}
     check(is_whole, argument, "be a file of nsa eval --save", path)
-    return Measurement(*found), about
+    return Measurement(found[0], found[1], contexts), about
 
 
-def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
+def compare(first: Sequence[Path], second: Sequence[Path], context: int = 1) -> dict[str, Any]:
     """Compare measured models pair by pair, such as those of equal seeds.
 
     Args:
         first: files of some models.
         second: files of the same number of other models, in the same order.
+        context: tokens from which a target must have been predicted, see
+            :meth:`~nsa.train.evaluation.Measurement.beyond`; 1 compares all targets.
 
     Returns:
         Figures of :func:`paired_difference`, with ``runs`` and ``against``: run, step, bits per
@@ -94,7 +93,8 @@ def compare(first: Sequence[Path], second: Sequence[Path]) -> dict[str, Any]:
         for argument, paths in (("FILES", first), ("--against", second))
     )
     _check_same_targets([*ours, *theirs])
-    found = paired_difference([x.measurement for x in ours], [x.measurement for x in theirs])
+    pair = ([x.measurement.beyond(context) for x in files] for files in (ours, theirs))
+    found = paired_difference(*pair)
     found["runs"] = [file.described() for file in ours]
     found["against"] = [file.described() for file in theirs]
     return found

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+import math
 import random
 import shlex
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nsa import cli
 from nsa.train.data import Origin, PrepareConfig, prepare
+from nsa.train.evaluation import Measurement
 from nsa.train.load import load_config, to_yaml
+from nsa.train.measurements import save_measurement
 from tests.cli.test_documented_commands import check_command
 from tests.train.cases import tiny_config
 from tools import evidence
-from tools.evidence import ROOT, Experiment, experiments, read_json, read_lines
+from tools.evidence import ROOT, Experiment, experiments
+from tools.evidence_report import by_model, read_group, read_json, read_lines, write_report
 
 ROWS = ROOT / "benchmarks/quality"
+OF_A_MEASUREMENT = ("run", "step", "split", "text", "tokenizer", "seq_len", "windows")
 SETTINGS = "--data.source shards --data.path BOOKS --data.tokenizer byte"
 
 # ------------------------------------------------------------------------------------- experiments
@@ -80,8 +88,13 @@ def lab(tmp_path, monkeypatch):
 
 def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkeypatch, capsys):
     tiny = f"{lab}/tiny.yaml {SETTINGS}"
-    commands = {
+    measured = {
         "test.json": "eval {run} --split test --json --save {folder}/test.npz",
+        "repeats.json": "eval {run} --split test --windows 4 --repeat 8 --json",
+        "selection.json": "inspect {run} --json",
+    }
+    commands = {
+        "test.json": measured["test.json"],
         "none.json": "eval {run} --checkpoint none --json",
     }
     fails = [
@@ -101,7 +114,7 @@ def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkey
         return run(words, out, log)
 
     monkeypatch.setattr(evidence, "nsa", noted)
-    chosen = [replace(fails[1], commands={"test.json": commands["test.json"]})]
+    chosen = [replace(fails[1], commands=measured)]
     assert evidence.run_all(chosen, lab / "books", out, "c0ffee") == 0
     assert asked[0] == ["train", "--resume", "runs/tiny-nsa-1"]  # of its last checkpoint
     folder, metrics = out / "rows/tiny/nsa-1", read_lines(out / "runs/tiny-nsa-1/metrics.jsonl")
@@ -115,6 +128,9 @@ def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkey
     assert (row["steps"], row["tokens"]) == (4, metrics[-1]["tokens"])
     assert (row["commit"], row["gpu"], row["parameters"]) == ("c0ffee", "cpu", test["parameters"])
     assert row.keys() < read_json(ROWS / "muon/nsa-1337/row.json").keys()
+    (table,) = by_model(read_group(out / "rows", "tiny"))
+    assert table["bits per byte"] == test["bits_per_byte"]
+    assert 0 < table["recall"] <= 1
     assert not any(str(ROOT) in path.read_text() for path in folder.glob("*.json"))
     assert evidence.run_all(chosen, lab / "books", out, None) == 0
     assert "tiny/nsa-1: done before" in capsys.readouterr().out
@@ -123,6 +139,18 @@ def test_experiments_are_trained_resumed_measured_and_collected_once(lab, monkey
 def test_output_of_a_command_is_stored(tmp_path):
     assert evidence.nsa(["--version"], tmp_path, tmp_path / "log") == 0
     assert (tmp_path / "log").read_text().startswith("nsa ")
+
+
+def test_parts_are_all_of_the_experiments(tmp_path, monkeypatch):
+    ran = list[str]()
+    monkeypatch.setattr(
+        evidence, "run_all", lambda chosen, *_: ran.extend(x.folder for x in chosen)
+    )
+    words = ["run", "--data", "d", "--out", str(tmp_path), "--only", "long-8k", "--part"]
+    for part in ("0/2", "1/2"):
+        evidence.main([*words, part])
+    assert sorted(ran) == sorted(one.folder for one in experiments() if one.group == "long-8k")
+    assert [name[-4:] for name in ran[:2]] == ["1337", "1339"]
 
 
 def test_unknown_experiments_are_refused(tmp_path, capsys):
@@ -135,13 +163,46 @@ def test_unknown_experiments_are_refused(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------ report
 
 
+def write_run(folder, model, seed, bits, *, speed, losses):
+    """A measured run of 10 steps with these bits per byte before and after 8,192 tokens."""
+    folder /= f"long/{model}-{seed}"
+    folder.mkdir(parents=True)
+    contexts, about = np.zeros((15, 2, 3)), dict.fromkeys(OF_A_MEASUREMENT, 1)
+    contexts[[0, 13]] = [[[x * math.log(2) * 100, 100, 100]] * 2 for x in bits]
+    measured = Measurement(contexts.sum(0), np.zeros((16384, 3)), contexts)
+    save_measurement(folder / "test.npz", measured, about)
+    row = {"model": model, "seed": seed, "parameters": 1, "seq_len": 16384, "tokens_per_s": speed}
+    (folder / "row.json").write_text(json.dumps(row))
+    metrics = [
+        {"step": step, "tokens": 100 * step, "tokens_per_s": s, "val_bits_per_byte": loss}
+        for step, s, loss in zip((1, 5, 10), (1.0, speed, speed), losses, strict=True)
+    ]
+    lines = "".join(json.dumps(one) + "\n" for one in metrics)
+    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+
+
+def test_table_of_models(tmp_path):
+    """Differences, intervals of Student's t with one degree of freedom, and time to one loss."""
+    for seed, noise in ((1, 0.01), (2, -0.01)):
+        bits = seed + np.array([0.0, 1.0])
+        write_run(tmp_path, "long-token-max", seed, bits, speed=400.0, losses=(4, 2.5, 1.5))
+        bits += np.array([0.1, 0.5 + noise])
+        write_run(tmp_path, "long-dense", seed, bits, speed=100.0, losses=(5, 3.0, 2.0))
+    ours, dense = by_model(read_group(tmp_path, "long"))
+    assert (ours["bits per byte"], ours["beyond 8,192"]) == pytest.approx((2.0, 2.5))
+    said = dense["bits per byte minus long-token-max"], dense["beyond 8,192 minus long-token-max"]
+    assert said == ("+0.3000 (+0.2365 to +0.3635)", "+0.5000 (+0.3729 to +0.6271)")
+    assert (ours["seconds"], dense["seconds"]) == (2.5, 10.0)  # without the first, slow step
+    assert (ours["time to dense"], dense["time to dense"]) == (0.1875, 1.0)
+
+
 @pytest.mark.parametrize(
     "groups", ["[8rl]*", pytest.param("*", marks=pytest.mark.faults)], ids=["some", "all"]
 )
 def test_committed_tables_are_made_of_the_committed_rows(tmp_path, groups):
     for path in (path for path in ROWS.glob(groups) if path.is_dir()):
         shutil.copytree(path, tmp_path / path.name)
-    evidence.write_report(tmp_path)
+    write_report(tmp_path)
     committed = {path.name for path in ROWS.glob(f"{groups}.md")} - {"README.md"}
     assert {path.name for path in tmp_path.glob("*.md")} == committed
     for path in tmp_path.glob("*.md"):

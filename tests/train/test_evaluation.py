@@ -84,7 +84,7 @@ def test_sums_are_those_of_each_target_by_itself(attention, document_mask):
     model, text, seq_len = make_model(attention).double(), source(2), 96
     tokens = text.tokens.astype(np.int64)
     document = np.cumsum(np.append(0, tokens[:-1] == 0))  # of each token, with its separator
-    documents, positions = np.zeros((5, 3)), np.zeros((seq_len, 3))
+    documents, late, positions = np.zeros((5, 3)), np.zeros((5, 3)), np.zeros((seq_len, 3))
     for begin in range(0, (len(tokens) - 1) // seq_len * seq_len, seq_len):
         sequence = np.arange(begin, begin + seq_len)
         starts = np.flatnonzero(tokens[sequence[:-1]] == 0) + 1
@@ -97,12 +97,16 @@ def test_sums_are_those_of_each_target_by_itself(attention, document_mask):
                 if not (document_mask and tokens[index] == 0):
                     row = (-logs[position, target], 1, 2 * (target != 0))
                     documents[document[index + 1]] += row
+                    late[document[index + 1]] += np.multiply(row, position >= 31)
                     positions[position] += row
     loss = NextTokenLoss(model, 10)
     sequences = SplitSequences(text, seq_len, document_mask=document_mask)
     found = measure(loss, sequences, 3, 100)
     np.testing.assert_allclose(found.documents, documents, rtol=1e-10)
     np.testing.assert_allclose(found.positions, positions, rtol=1e-10)
+    np.testing.assert_allclose(found.beyond(32).documents, late, rtol=1e-10)
+    np.testing.assert_allclose(found.beyond(32).positions[31:], positions[31:], rtol=1e-10)
+    assert not found.beyond(32).positions[:31].any()
     batches = validation_batches(text, seq_len, 2, 100, document_mask=document_mask)
     assert found.figures() == pytest.approx(evaluate(loss, batches), rel=1e-10)
 

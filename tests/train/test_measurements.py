@@ -101,7 +101,10 @@ def test_eval_saves_which_model_and_text_it_measured(tmp_path, monkeypatch):
         (digest,) = {abouts[f"{name}-{text}"]["text_sha256"] for name in "abc"}
         assert len(digest) == 64
     assert len({about["checkpoint_sha256"] for about in abouts.values()}) == 3
-    assert compare([Path("a-None.npz")], [Path("b-None.npz")])["num_documents"] > 1
+    pair = [Path("a-None.npz")], [Path("b-None.npz")]
+    all_targets, late = compare(*pair), compare(*pair, context=16)
+    assert all_targets["num_documents"] >= late["num_documents"] > 1
+    assert all_targets["difference_bits_per_byte"] != late["difference_bits_per_byte"]
     assert compare([Path("a-text.npz")], [Path("c-text.npz")])["num_documents"] > 1
     said = refused([Path("a-None.npz")], [Path("c-None.npz")])
     assert said == "c-None.npz must have the document_mask of a-None.npz (True), got False."
