@@ -23,7 +23,8 @@ TRAIN = "bench train --config 78m"
 # Whole sequences, so that the dense model uses the causal kernel; 65,536 tokens a step at once.
 UNMASKED = "--data.document-mask false"
 STEP = f"--tokens 65536 --micro-batch 32 {UNMASKED}"
-MODELS = "--mode fwd_bwd --provider nsa,dense"
+PAIR = "--provider nsa,dense"
+MODELS = f"--mode fwd_bwd {PAIR}"
 ACROSS = "--variant dense-unmasked:model.attention=dense,data.document_mask=false"
 DENSE = "--provider nsa,dense-cudnn"
 SHARED = "--choice random,shared16"
@@ -53,6 +54,12 @@ EAGER = "--variant eager:compile=false,cuda_graphs=false"
 LAUNCHED = "--variant launched:cuda_graphs=false"
 WHOLE_GRAPH = "--variant whole:cuda_graphs=false,parallel.compile_layers=false"
 NSA = "--provider nsa"
+# A model that fits one GPU at a million tokens if layers keep only what attention computed. Two of
+# its eight layers select; in the variant all do.
+LONG = f"bench train --config 7m-64k --data.mixture [] {UNMASKED} --checkpointing.policy operators"
+LONG += " --variant eight:model.layers=null"
+SHORT = "128,512,2048,4096,8192,16384,32768,65536"
+FEW_STEPS = "--warmup 2 --steps 5"
 DECODE = "bench decode --case decode"
 # Words of `nsa` by the name of their file in results/, or of their folder. Both rows of a ratio
 # come from one command, so that they are of one run.
@@ -90,6 +97,12 @@ MEASUREMENTS = {
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
         f"{DECODE}.model",
     ],
+    "model-lengths": [
+        f"{LONG} {PAIR} --seqs {SHORT} --tokens 65536 --micro-batch 512",
+        f"{LONG} {PAIR} --seqs 131072,262144,524288 {FEW_STEPS}",
+        f"{LONG} {NSA} --seqs 1048576 {FEW_STEPS}",
+        f"{DECODE}.model --config 7m-64k --points 128,1024,4096,16384,65536,262144,1048576",
+    ],
     "host": ["bench host"],
     "switches": [
         f"{TRAIN} {STEP} --mode fwd_bwd {NSA} {SWITCHES} {EAGER}",
@@ -113,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in chosen:
         file = f"{name}/{gpu}.jsonl" if name in FOLDERS else f"results/{gpu}-{name}.jsonl"
         words = [*text.split(), "--out", str(options.out / file)]
-        if options.shards and text.startswith(TRAIN):
+        if options.shards and text.startswith("bench train"):
             words += ["--data.source", "shards", "--data.path", options.shards]
         words += ["--commit", options.commit] if options.commit else []
         print("$ nsa", *words, flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import exp, log
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -53,6 +55,14 @@ _PLOTS = {
     "mfu": ("mfu", "model FLOPs utilisation"),
 }
 _PLOTTED = ("attention", "train", "decode.attention", "decode.model")
+_FITTED_FROM = 4096  # tokens; in shorter sequences attention is a small part
+_SCALING = (
+    f"Growth from {_FITTED_FROM:,} tokens on: exponents of the time of a sequence, and of memory "
+    "for a single one, by least squares of logarithms. *Faster from*: length from which dense "
+    "attention takes longer, interpolated. *Times dense*: speed-up at the longest length; where "
+    "dense attention was not measured, its time for a token is extrapolated as a constant plus a "
+    "multiple of the length."
+)
 
 
 class Results:
@@ -195,6 +205,8 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         for case in dict.fromkeys(row.case for row in section):
             here = [row for row in section if row.case == case]
             parts += [f"### {case}", _table(here, by)]
+            grown = scaling(of_one_batch(here)) if case in _PLOTTED else []
+            parts += [_SCALING, markdown(table(grown))] if grown else []
             parts += _plots(case, of_one_batch(here), folder, table_name("-".join(where)))
     found = [(row, outcome) for row in newest for outcome in outcomes(row, by)]
     if found:
@@ -274,6 +286,79 @@ def series(rows: Iterable[Row], field: str) -> dict[tuple[str, str], list[tuple[
         if y is not None:
             found.setdefault((row.provider, row.mode), []).append((row.seq_len, y))
     return found
+
+
+# --- Growth with the length
+Points = dict[int, float]  # by length, tokens
+
+
+def scaling(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Exponents of time and memory, and where a provider is faster than dense attention.
+
+    Args:
+        rows: rows of one case with a time, one batch for each length.
+    """
+    times, memory = dict[tuple[str, str], Points](), dict[tuple[str, str], Points]()
+    dense = dict[str, Points]()
+    for row in sorted(rows, key=lambda row: row.seq_len):
+        ms = (row.ms_p50 or 0.0) / row.batch
+        times.setdefault((row.provider, row.mode), {})[row.seq_len] = ms
+        if row.batch == 1 and row.peak_mib:
+            memory.setdefault((row.provider, row.mode), {})[row.seq_len] = row.peak_mib
+        if is_dense(row):
+            fastest = dense.setdefault(row.mode, {})
+            fastest[row.seq_len] = min(ms, fastest.get(row.seq_len, ms))
+    found = []
+    for (provider, mode), own in times.items():
+        others = dense.get(mode, {})
+        if own.items() <= others.items():  # it is the dense attention
+            others = {}
+        cells = {
+            "provider": provider,
+            "mode": mode,
+            "time": exponent(own),
+            "memory": exponent(memory.get((provider, mode), {})),
+            "faster from": crossover(own, others),
+            "times dense": speedup(own, others, mode),
+        }
+        found += [cells] if cells["time"] else []
+    return found
+
+
+def exponent(points: Points) -> str:
+    """Slope of the logarithms by least squares, empty with fewer than three lengths."""
+    pairs = [(log(length), log(y)) for length, y in points.items() if length >= _FITTED_FROM]
+    return f"{linear_regression(*zip(*pairs, strict=True)).slope:.2f}" if len(pairs) > 2 else ""
+
+
+def crossover(own: Points, dense: Points) -> str:
+    """Length from which ``own`` is below ``dense``, interpolated in logarithms."""
+    logs = [(log(length), log(own[length] / dense[length])) for length in own if length in dense]
+    if not logs:
+        return ""
+    above = [k for k, (_, y) in enumerate(logs) if y > 0]
+    if not above:
+        return f"at most {exp(logs[0][0]):,.0f}"
+    if above[-1] == len(logs) - 1:
+        return f"more than {exp(logs[-1][0]):,.0f}"
+    (x, y), (end, below) = logs[above[-1] : above[-1] + 2]
+    return f"{exp(x + (end - x) * y / (y - below)):,.0f}"
+
+
+def speedup(own: Points, dense: Points, mode: str) -> str:
+    """Time of dense attention over ``own`` at its longest length, extrapolated if not measured.
+
+    Steps of decoding are not extrapolated.
+    """
+    longest = max(own)
+    fitted = {length: ms / length for length, ms in dense.items() if length >= _FITTED_FROM}
+    if longest in dense:
+        return f"{dense[longest] / own[longest]:.3g} at {longest:,}"
+    if len(fitted) < 3 or mode == "step":
+        return ""
+    slope, constant = linear_regression([*fitted], [*fitted.values()])
+    ms = longest * (constant + slope * longest)
+    return f"{ms / own[longest]:.3g} at {longest:,} (extrapolated)"
 
 
 # --- Guard

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa import cli
-from nsa.bench.report import Results, guard, of_one_batch, series, write_report
+from nsa.bench.report import Results, guard, of_one_batch, scaling, series, write_report
 from nsa.bench.rows import (
     Row,
     index_rows,
@@ -216,6 +216,27 @@ def test_a_plot_over_length_shows_one_batch_in_order_of_length():
     model = {"case": "decode.model", "mode": "step"}
     steps = [make_row(**model, batch=1), make_row(**model, batch=64), make_row(case="decode.model")]
     assert of_one_batch(steps) == steps[:1]
+
+
+def of_lengths(provider: str, constant: float, slope: float, count: int) -> list[Row]:
+    """Rows from 2,048 tokens on, with so many ms for a token: constant + slope * S / 8,192."""
+    points = [(2048 << k, max(32 >> k, 1)) for k in range(count)]
+    return [
+        training(provider, n * b * (constant + slope * n / 8192), seq_len=n, batch=b, peak_mib=n**2)
+        for n, b in points
+    ]
+
+
+def test_growth_with_the_length():
+    ours, dense = of_lengths("nsa", 3, 0, 8), of_lengths("dense", 1, 1, 5)
+    assert [tuple(row.values()) for row in scaling([*ours, *dense])] == [
+        ("nsa", "fwd_bwd", "1.00", "2.00", "16,384", "11 at 262,144 (extrapolated)"),
+        ("dense", "fwd_bwd", "1.58", "", "", ""),
+    ]
+    assert scaling([*ours[:4], *dense])[0]["times dense"] == "1 at 16,384"
+    slow, fast = (scaling([*of_lengths("nsa", ms, 0, 8), *dense])[0] for ms in (99, 0.1))
+    assert (slow["faster from"], fast["faster from"]) == ("more than 32,768", "at most 2,048")
+    assert scaling([*ours[:3], *dense[:3]]) == []  # too few lengths
 
 
 def test_without_a_time_there_is_no_report(tmp_path):
