@@ -63,7 +63,7 @@ def experiments() -> Iterator[Experiment]:
     for group, one in read["groups"].items():
         words = [read["settings"][name] for name in one["settings"].split()] + [one.get("more", "")]
         for models, (seeds, rates) in one["runs"].items():
-            for model, seed, lr in itertools.product(models.split(), seeds, rates):
+            for seed, model, lr in itertools.product(seeds, models.split(), rates):
                 values = {"model": read["names"].get(model, model), "seed": seed, "lr": lr}
                 folder = f"{group}/{one['name'].format(**values)}".rstrip("/")
                 config, *own = words_of(model, read["models"])

@@ -150,7 +150,7 @@ def test_parts_are_all_of_the_experiments(tmp_path, monkeypatch):
     for part in ("0/2", "1/2"):
         evidence.main([*words, part])
     assert sorted(ran) == sorted(one.folder for one in experiments() if one.group == "long-8k")
-    assert [name[-4:] for name in ran[:2]] == ["1337", "1339"]
+    assert ran[:2] == ["long-8k/long-token-max-1337", "long-8k/long-window-1536-1337"]
 
 
 def test_unknown_experiments_are_refused(tmp_path, capsys):
