@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -144,7 +145,7 @@ def gpu_name() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     name = table_name(torch.cuda.get_device_name())
-    return name.replace("nvidia-", "").replace("geforce-", "")
+    return re.sub(r"nvidia-|geforce-|-\d+gb.*", "", name)
 
 
 if __name__ == "__main__":

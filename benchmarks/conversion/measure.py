@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer
 from benchmarks.conversion.models import DENSE, PATTERN, Foreign, Row, measure_times, open_models
 from nsa.bench.rows import origin
 from nsa.cli.bench import parse_lengths
+from nsa.errors import check
 from nsa.hf.convert import dequantize
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
@@ -35,11 +35,12 @@ from nsa.train.execution.precision import choose_device
 from nsa.train.loss import cross_entropy_of_tokens
 from nsa.train.needles import NeedleConfig, Needles, find_needles, row_of
 
+CASES = "loss,copy,needle,mass,answer,times"  # of which times are prefill and decode
 NUM_BLOCKS, BLOCK = PATTERN["num_selected_blocks"], PATTERN["block_size"]
 SAME = NUM_BLOCKS * BLOCK  # tokens for which all blocks are selected
 UNIT = 256  # positions whose mean difference is one observation
 PASSAGE, PASSAGES, DISTANCES = 128, 4, (512, 1024, 2048, 3072, 6144)
-DEPTHS, CASES = 11, 2
+DEPTHS, CONTEXTS = 11, 2
 QUERIES = 64  # of a sequence, whose attention mass is computed
 PROMPT = "{}\n\nWhat is this text about? Answer in one sentence."
 CHARACTERS, ANSWER = 10_000, 48  # of a text in a prompt; tokens
@@ -63,16 +64,18 @@ class Measurements:
     device: torch.device
     dense: dict[Any, Any] = field(default_factory=dict)
 
-    def rows(self, name: str, model: Any, lengths: list[int], times: list[int]) -> Iterator[Row]:
-        """All rows of a model."""
+    def rows(
+        self, name: str, model: Any, cases: list[str], lengths: list[int], times: list[int]
+    ) -> Iterator[Row]:
+        """Rows of a model, of the given ones of ``CASES``."""
+        measured = {"loss": self.loss, "copy": self.copies, "needle": self.needles}
+        measured |= {} if name in DENSE else {"mass": self.mass}
         for text, length in ((text, length) for text in self.texts for length in lengths):
-            about = {"text": text, "length": length}
-            parts = [self.loss(model, text, length), self.copies(model, text, length)]
-            parts += [self.needles(model, text, length)]
-            parts += [] if name in DENSE else [self.mass(model, text, length)]
-            yield from ({**about, **row} for row in chain(*parts))
-        yield from self.answers(model)
-        for length in times:
+            for case in (case for case in cases if case in measured):
+                rows = measured[case](model, text, length)
+                yield from ({"text": text, "length": length, **row} for row in rows)
+        yield from self.answers(model) if "answer" in cases else ()
+        for length in times if "times" in cases else ():
             yield from ({"length": length, **row} for row in measure_times(model, length))
 
     def tokens(self, text: str, start: int, length: int) -> Tensor:
@@ -105,7 +108,7 @@ class Measurements:
 
     def needles(self, model: Any, text: str, length: int) -> Iterator[Row]:
         """Exact matches of made-up words hidden in the text, by depth; None for all depths."""
-        config, source = NeedleConfig((length,), DEPTHS, CASES), self.texts[text]
+        config, source = NeedleConfig((length,), DEPTHS, CONTEXTS), self.texts[text]
         needles = Needles(config, self.tokenizer, source, length, 4 * length)
         answers = find_needles(model, needles, length, "fp32")  # fp32 means without autocast
         for depth, part in [*zip(needles.depths, answers, strict=True), (None, answers)]:
@@ -194,11 +197,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--lengths", default="4096,8192", help="tokens of a sequence")
     parser.add_argument("--times", default="4096,8192,65536", help="tokens of timed prompts")
+    parser.add_argument("--cases", default=CASES, help="what is measured, with commas between")
     parser.add_argument("--index", help="run folder of a trained index")
-    parser.add_argument("--only", help="names of sparse models with commas between them")
+    parser.add_argument("--only", help="names of untrained sparse models")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append rows to")
+    parser.add_argument("--commit", help="recorded if the checkout has no git")
     given = parser.parse_args(words)
+    cases = given.cases.split(",")
+    check(set(cases) <= {*CASES.split(",")}, "--cases", f"be some of {CASES}", given.cases)
     device = choose_device(given.device)
     lengths, times = (parse_lengths(f"--{x}", getattr(given, x)) for x in ("lengths", "times"))
     with TemporaryDirectory() as scratch, given.out.open("a", encoding="utf-8") as out:
@@ -218,13 +225,14 @@ def main(words: Sequence[str] | None = None) -> None:
         prompts = open_prompts(folder, given.text, tokenizer)
         measurements = Measurements(texts, prompts, tokenizer, device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        here = {**origin(device), "model": given.model.name, "dtype": str(dtype), **PATTERN}
-        for name, model in open_models(folder, Path(scratch), given.index):
-            if name in DENSE or given.only is None or name in given.only.split(","):
-                model = model.to(device, dtype).eval()
-                for row in measurements.rows(name, model, lengths, times):
-                    print(name, row, flush=True)
-                    out.write(json.dumps({**here, "name": name, **row}) + "\n")
+        here = {**origin(device, given.commit), "model": given.model.name}
+        here |= {"dtype": str(dtype), **PATTERN}
+        only = None if given.only is None else given.only.split(",")
+        for name, model in open_models(folder, Path(scratch), given.index, only):
+            model = model.to(device, dtype).eval()
+            for row in measurements.rows(name, model, cases, lengths, times):
+                print(name, row, flush=True)
+                print(json.dumps({**here, "name": name, **row}), file=out, flush=True)
 
 
 if __name__ == "__main__":

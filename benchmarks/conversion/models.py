@@ -60,13 +60,24 @@ class Foreign(nn.Module):
         return self.model.model(tokens, use_cache=False).last_hidden_state
 
 
-def open_models(folder: Path, scratch: Path, run: str | None) -> Iterator[tuple[str, Any]]:
-    """Models by name, fp32 on the CPU; the dense one of transformers first."""
+def open_models(
+    folder: Path, scratch: Path, run: str | None, only: list[str] | None
+) -> Iterator[tuple[str, Any]]:
+    """Models by name, fp32 on the CPU; the dense one of transformers first.
+
+    Args:
+        folder: the dense model.
+        scratch: existing folder for converted models.
+        run: folder of a run with a trained index, which comes last.
+        only: names of the sparse models with the dense model's weights; None for all.
+    """
     dense = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     yield DENSE[0], Foreign(dense.float())
     for scores in ("token_max", "index"):
         convert(folder, scratch / scores, **PATTERN, scores=scores)
     for name, changes in variants().items():
+        if only is not None and name not in (*only, *DENSE):
+            continue
         path = scratch / ("index" if name == "index" else "token_max")
         config = AutoConfig.from_pretrained(path).lm
         attention = "dense" if name in DENSE else "nsa"

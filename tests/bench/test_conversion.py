@@ -12,8 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.conversion import measure, models
+from nsa.errors import UserError
 from nsa.hf.convert import sparse_config
 from nsa.hf.tokenizer import as_transformers
+from nsa.train import environment
 from nsa.train.data.tokenizer import SEPARATOR
 from nsa.train.load import load_config
 
@@ -42,7 +44,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "UNIT": 32,
         "CHARACTERS": 100,
     }
-    values |= {"PASSAGE": 32, "DISTANCES": (64, 384), "DEPTHS": 2, "CASES": 1, "ANSWER": 3}
+    values |= {"PASSAGE": 32, "DISTANCES": (64, 384), "DEPTHS": 2, "CONTEXTS": 1, "ANSWER": 3}
     for name, number in values.items():
         monkeypatch.setattr(measure, name, number)
     monkeypatch.setattr(models, "BATCHES", (1, 2))
@@ -81,3 +83,13 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of["dense graph", "answer", None, None]["equal"] == 3
     assert {row["batch"] for row in rows if row["case"] == "decode"} == {1, 2}
     assert of["token_max", "prefill", 64, None]["ms"] > 0
+    monkeypatch.setattr(environment, "code_version", lambda: {"commit": None, "dirty": None})
+    out.unlink()
+    chosen = ["--cases", "loss,mass", "--only", "random", "--commit", "abc"]
+    measure.main([*words, "--lengths", "256", *chosen])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    cases = [("dense", "loss"), ("random", "loss"), ("random", "mass"), ("dense graph", "loss")]
+    assert [(row["name"], row["case"]) for row in rows] == cases
+    assert all(row["commit"] == "abc" for row in rows)
+    with pytest.raises(UserError, match="--cases"):
+        measure.main([*words, "--cases", "speed"])

@@ -68,7 +68,7 @@ def run_loss(case: Case, head: Head) -> dict[str, Tensor]:
 
 
 def expected_loss(case: Case, head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The definition, in at least fp32, rounded to ``dtype``."""
+    """The definition in at least fp32; results and gradients of products rounded to ``dtype``."""
     tensors, ids = inputs_of(case, head)
     leaves = [leaf(x.cpu(), torch.promote_types(dtype, torch.float32)) for x in tensors]
     x, total, count = case.inputs(), leaves[0].sum() * 0.0 + leaves[1].sum() * 0.0, 0
@@ -80,7 +80,7 @@ def expected_loss(case: Case, head: Head, dtype: torch.dtype) -> dict[str, Tenso
             t = end_k - first_k - (end_q - first_q) + row
             for g in range(case.config.num_kv_heads):
                 named = None if ids is None else {*ids[first_q + row, g].tolist()}
-                loss = _loss_of_query(case, head, parts, row, t, g, named)
+                loss = _loss_of_query(case, head, parts, row, t, g, named, dtype)
                 if loss is not None:
                     total, count = total + loss, count + 1
     dq, dk = (grad.to(dtype) for grad in torch.autograd.grad(total, leaves[:2]))
@@ -88,7 +88,14 @@ def expected_loss(case: Case, head: Head, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def _loss_of_query(
-    case: Case, head: Head, parts: list[Tensor], row: int, t: int, g: int, named: set[int] | None
+    case: Case,
+    head: Head,
+    parts: list[Tensor],
+    row: int,
+    t: int,
+    g: int,
+    named: set[int] | None,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """Loss of the query at t, and KV head g; None without a block to rank."""
     q_idx, k_idx, q, k = parts
@@ -113,6 +120,7 @@ def _loss_of_query(
     key_head = 0 if head.shared else g
     heads = slice(key_head * head.heads, (key_head + 1) * head.heads)
     products = q_idx[row, heads] @ k_idx[: t + 1, key_head].T * head.dim**-0.5
+    products.register_hook(lambda grad: grad.to(dtype).to(grad.dtype))
     lse = torch.cat(by_block(products, forced), 1).logsumexp(1).detach()
     largest = [x.gather(1, x.argmax(1, keepdim=True))[:, 0] for x in by_block(products, ranked)]
     score = torch.stack([(m - lse).exp().sum() for m in largest])
