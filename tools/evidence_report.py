@@ -41,9 +41,9 @@ SUMMARY = (
     "is better. Its 95% interval covers other books and other seeds; the variance over seeds is "
     "that of the residuals of all models. Gain: bits per byte that a passage of 128 tokens costs "
     "less where it is repeated, by distance. Recall: attention outside the forced blocks that the "
-    "selection keeps, as a fraction of what the best blocks keep. Seconds: training steps at their "
-    "median speed, without compilation and evaluations. Time to dense: time until the last "
-    "validation loss of the dense model is reached, as a fraction of the dense model's time."
+    "selection keeps, as a fraction of what the best blocks keep. Time to dense: time until the "
+    "last validation loss of the dense model is reached, at the median speeds of both, as a "
+    "fraction of the dense model's time."
 )
 SELECTED = (
     "`nsa inspect` of the beginning of the validation text: mean gates, mean distance of the "
@@ -94,29 +94,12 @@ class Run:
         """Measurement of the test text."""
         return load_measurement("rows", self.folder / "test.npz")[0]
 
-    def seconds(self) -> dict[int, float]:
-        """Seconds in steps by step, at the median speed with each length of sequences."""
-        speeds: dict[int | None, list[float]] = {}
-        for row in self.metrics:
-            speeds.setdefault(row.get("sequence_tokens"), []).append(row["tokens_per_s"])
-        found, total, tokens = dict[int, float](), 0.0, 0
-        for row in self.metrics:
-            speed = statistics.median(speeds[row.get("sequence_tokens")])
-            total, tokens = total + (row["tokens"] - tokens) / speed, row["tokens"]
-            found[row["step"]] = total
-        return found
-
     def reaches(self, loss: float) -> float | None:
-        """Seconds in steps until a validation loss, interpolated; None if it is not reached.
-
-        Validations on sequences shorter than the last ones do not count.
-        """
-        seconds, length = self.seconds(), self.metrics[-1].get("sequence_tokens")
-        rows = (x for x in self.validation().values() if x.get("sequence_tokens") == length)
-        points = [(0.0, math.inf), *((seconds[x["step"]], x[VALIDATION]) for x in rows)]
-        for (begin, above), (end, below) in itertools.pairwise(points):
+        """Tokens until a validation loss, interpolated; None if it is not reached."""
+        points = [(row["tokens"], row[VALIDATION]) for row in self.validation().values()]
+        for (begin, above), (end, below) in itertools.pairwise([(0, math.inf), *points]):
             if below <= loss:
-                return end - (end - begin) * (loss - below) / (above - below)
+                return float(end - (end - begin) * (loss - below) / (above - below))
         return None
 
 
@@ -192,21 +175,21 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
 
 
+def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs of each model."""
+    found = {name: [run for run in runs if run.row["model"] == name] for name in MODELS}
+    return {name: own for name, own in found.items() if own}
+
+
 def pairs(runs: Sequence[Run]) -> dict[str, list[tuple[Run, Run]]]:
     """Runs of the first model with those of equal seeds, by the other model."""
-    models = {run.row["model"] for run in runs}
-    if not models:
-        return {}
-    first, *others = (name for name in MODELS if name in models)
-    seeds = {run.row["seed"]: run for run in runs if run.row["model"] == first}
-    return {
-        name: [
-            (seeds[run.row["seed"]], run)
-            for run in runs
-            if run.row["model"] == name and run.row["seed"] in seeds
-        ]
-        for name in others
+    first, *others = by_name(runs).items() or [("", [])]
+    seeds = {run.row["seed"]: run for run in first[1]}
+    found = {
+        name: [(seeds[run.row["seed"]], run) for run in own if run.row["seed"] in seeds]
+        for name, own in others
     }
+    return {name: chosen for name, chosen in found.items() if chosen}
 
 
 def compared(chosen: Sequence[Sequence[Run]], context: int = 1) -> Row:
@@ -260,15 +243,8 @@ def by_model(runs: Sequence[Run]) -> list[Row]:
         row["recall"] = fmean(x["recall"] for x in chosen) if chosen else None
         row["tokens/s"] = fmean(run.row["tokens_per_s"] for run in own)
         row["MiB"] = max(x.get("memory_allocated_mib", 0.0) for run in own for x in run.metrics)
-        row["seconds"] = fmean(max(run.seconds().values()) for run in own)
         found.append(row | {"time to dense": time_to_dense(runs, own)})
     return found
-
-
-def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of each model."""
-    found = {name: [run for run in runs if run.row["model"] == name] for name in MODELS}
-    return {name: own for name, own in found.items() if own}
 
 
 def against_first(runs: Sequence[Run], context: int) -> dict[str, Row]:
@@ -319,17 +295,18 @@ def seed_variance(losses: Sequence[Sequence[float]]) -> tuple[float, int]:
 def time_to_dense(runs: Sequence[Run], own: Sequence[Run]) -> float | None:
     """Time until a model has the last validation loss of the dense one, as a fraction of its time.
 
-    Mean over common seeds; None if a run does not reach it.
+    Mean over common seeds; None if a run does not reach it, or has lengths of different speeds.
     """
     dense = {run.row["seed"]: run for run in runs if run.row["model"] == dense_of(runs)}
     fractions = list[float]()
-    for run in own:
-        validations = dense[run.row["seed"]].validation() if run.row["seed"] in dense else {}
-        for step in [*validations][-1:]:
-            reached = run.reaches(validations[step][VALIDATION])
-            if reached is None:
-                return None
-            fractions.append(reached / dense[run.row["seed"]].seconds()[step])
+    for run, other in ((run, dense.get(run.row["seed"])) for run in own):
+        if other is None or "sequence_tokens" in other.metrics[-1]:
+            continue
+        *_, last = other.validation().values()
+        if (tokens := run.reaches(last[VALIDATION])) is None:
+            return None
+        speeds = run.row["tokens_per_s"], other.row["tokens_per_s"]
+        fractions.append(tokens / speeds[0] / (last["tokens"] / speeds[1]))
     return fmean(fractions) if fractions else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import exp, log
 from pathlib import Path
 from statistics import linear_regression
@@ -298,26 +298,19 @@ def scaling(rows: Sequence[Row]) -> list[dict[str, str]]:
     Args:
         rows: rows of one case with a time, one batch for each length.
     """
-    times, memory = dict[tuple[str, str], Points](), dict[tuple[str, str], Points]()
-    dense = dict[str, Points]()
-    for row in sorted(rows, key=lambda row: row.seq_len):
-        ms = (row.ms_p50 or 0.0) / row.batch
-        times.setdefault((row.provider, row.mode), {})[row.seq_len] = ms
-        if row.batch == 1 and row.peak_mib:
-            memory.setdefault((row.provider, row.mode), {})[row.seq_len] = row.peak_mib
-        if is_dense(row):
-            fastest = dense.setdefault(row.mode, {})
-            fastest[row.seq_len] = min(ms, fastest.get(row.seq_len, ms))
+    single = [replace(row, ms_p50=(row.ms_p50 or 0.0) / row.batch) for row in rows]
+    memory = series([row for row in rows if row.batch == 1], "peak_mib")
+    dense = sorted(filter(is_dense, single), key=lambda row: row.ms_p50 or 0.0, reverse=True)
     found = []
-    for (provider, mode), own in times.items():
-        others = dense.get(mode, {})
-        if own.items() <= others.items():  # it is the dense attention
-            others = {}
+    for (provider, mode), points in series(single, "ms_p50").items():
+        own = dict(points)
+        fastest = {row.seq_len: row.ms_p50 or 0.0 for row in dense if row.mode == mode}
+        others = {} if own.items() <= fastest.items() else fastest  # it is the dense attention
         cells = {
             "provider": provider,
             "mode": mode,
             "time": exponent(own),
-            "memory": exponent(memory.get((provider, mode), {})),
+            "memory": exponent(dict(memory.get((provider, mode), ()))),
             "faster from": crossover(own, others),
             "times dense": speedup(own, others, mode),
         }
@@ -334,14 +327,14 @@ def exponent(points: Points) -> str:
 def crossover(own: Points, dense: Points) -> str:
     """Length from which ``own`` is below ``dense``, interpolated in logarithms."""
     logs = [(log(length), log(own[length] / dense[length])) for length in own if length in dense]
-    if not logs:
-        return ""
-    above = [k for k, (_, y) in enumerate(logs) if y > 0]
-    if not above:
-        return f"at most {exp(logs[0][0]):,.0f}"
-    if above[-1] == len(logs) - 1:
-        return f"more than {exp(logs[-1][0]):,.0f}"
-    (x, y), (end, below) = logs[above[-1] : above[-1] + 2]
+    slower = [k for k, (_, y) in enumerate(logs) if y > 0]
+    if not slower or slower[-1] == len(logs) - 1:
+        return (
+            f"{'more than' if slower else 'at most'} {exp(logs[-bool(slower)][0]):,.0f}"
+            if logs
+            else ""
+        )
+    (x, y), (end, below) = logs[slower[-1] : slower[-1] + 2]
     return f"{exp(x + (end - x) * y / (y - below)):,.0f}"
 
 

@@ -174,8 +174,8 @@ def write_run(folder, model, seed, bits, *, speed, losses):
     row = {"model": model, "seed": seed, "parameters": 1, "seq_len": 16384, "tokens_per_s": speed}
     (folder / "row.json").write_text(json.dumps(row))
     metrics = [
-        {"step": step, "tokens": 100 * step, "tokens_per_s": s, "val_bits_per_byte": loss}
-        for step, s, loss in zip((1, 5, 10), (1.0, speed, speed), losses, strict=True)
+        {"step": step, "tokens": 100 * step, "val_bits_per_byte": loss}
+        for step, loss in zip((1, 5, 10), losses, strict=True)
     ]
     lines = "".join(json.dumps(one) + "\n" for one in metrics)
     (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
@@ -192,7 +192,6 @@ def test_table_of_models(tmp_path):
     assert (ours["bits per byte"], ours["beyond 8,192"]) == pytest.approx((2.0, 2.5))
     said = dense["bits per byte minus long-token-max"], dense["beyond 8,192 minus long-token-max"]
     assert said == ("+0.3000 (+0.2365 to +0.3635)", "+0.5000 (+0.3729 to +0.6271)")
-    assert (ours["seconds"], dense["seconds"]) == (2.5, 10.0)  # without the first, slow step
     assert (ours["time to dense"], dense["time to dense"]) == (0.1875, 1.0)
 
 
