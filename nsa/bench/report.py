@@ -328,12 +328,10 @@ def crossover(own: Points, dense: Points) -> str:
     """Length from which ``own`` is below ``dense``, interpolated in logarithms."""
     logs = [(log(length), log(own[length] / dense[length])) for length in own if length in dense]
     slower = [k for k, (_, y) in enumerate(logs) if y > 0]
+    if not logs:
+        return ""
     if not slower or slower[-1] == len(logs) - 1:
-        return (
-            f"{'more than' if slower else 'at most'} {exp(logs[-bool(slower)][0]):,.0f}"
-            if logs
-            else ""
-        )
+        return f"{'more than' if slower else 'at most'} {exp(logs[-bool(slower)][0]):,.0f}"
     (x, y), (end, below) = logs[slower[-1] : slower[-1] + 2]
     return f"{exp(x + (end - x) * y / (y - below)):,.0f}"
 
