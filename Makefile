@@ -45,7 +45,7 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 
 
 SOURCES := nsa tests tools examples benchmarks
 
-.PHONY: help train bench accept test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel device-wheels clean check-python
+.PHONY: help train bench accept test pytest pytest-kernels test-compile test-faults test-gpu lint format test-mutants lock wheel dist site device-wheels clean check-python
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -126,13 +126,23 @@ wheel: $(ENV) ## build the wheel into dist/
 	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
+dist: $(ENV) ## build wheel and source archive into dist/ and check them
+	$(RUN) -m pip install --quiet --upgrade --target $(VENV)/dist build twine
+	PYTHONPATH=$(VENV)/dist $(RUN) -m build --no-isolation --outdir dist .
+	PYTHONPATH=$(VENV)/dist $(RUN) -m twine check --strict dist/*
+
+# mkdocs writes no site if a page or an anchor is missing.
+site: $(ENV) ## build the documentation into site/: README.md, docs/ and the API
+	$(RUN) -m pip install --quiet --upgrade --target $(VENV)/site "mkdocs-material==9.*" mkdocs-same-dir "mkdocstrings[python]"
+	PYTHONPATH=$(VENV)/site $(RUN) -m mkdocs build --strict --quiet
+
 device-wheels: $(ENV) ## download the wheels for an offline GPU machine into .wheels/ (tools/device_wheels.txt)
 	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest .wheels \
 	    --constraint requirements/gpu.lock --constraint requirements/dev.lock --requirement tools/device_wheels.txt
 	@ls .wheels
 
 clean: ## remove the environment, built files and caches; runs/ stays
-	rm -rf $(VENV) .wheels dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .wheels dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find nsa tests tools -name __pycache__ -type d -exec rm -rf {} +
 
 check-python:

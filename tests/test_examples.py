@@ -47,6 +47,16 @@ def test_a_converted_model_answers_as_the_dense_one(capsys):
     assert float(same.rpartition(" ")[2]) < 1e-4 < 1e-2 < float(beyond.rpartition(" ")[2])
 
 
+def test_the_notebook_runs(capsys):
+    """With less text than the stored outputs."""
+    notebook = json.loads((ROOT / "examples/one_query.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(x["source"]) for x in notebook["cells"] if x["cell_type"] == "code"]
+    exec("\n".join(cells).replace("LENGTH, LAYER = 8192", "LENGTH, LAYER = 1536"), {})
+    said = capsys.readouterr().out
+    assert "answer '1', the line says '1'" in said
+    assert "KV head 0, with the line" in said
+
+
 def test_training_on_own_text(tmp_path, monkeypatch, capsys):
     """The commands that the shell would start run in this process."""
     monkeypatch.chdir(tmp_path)
@@ -71,7 +81,8 @@ def test_training_on_own_text(tmp_path, monkeypatch, capsys):
 
 def test_every_example_is_run_here():
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert names == {"nanogpt.py", "generate.py", "llama.py", "convert.py", "own_text.sh"}
+    programs = {"nanogpt.py", "generate.py", "llama.py", "convert.py", "own_text.sh"}
+    assert names == {*programs, "one_query.ipynb"}
 
 
 def test_chart_shows_the_committed_rows(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from contextlib import ExitStack
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -253,7 +254,11 @@ def dequantize(source: Path, folder: Path) -> None:
     check(
         find_spec("gguf") is not None, _MODEL, "be a folder without the package gguf", source, hint
     )
-    from transformers import GgufConfig  # not in older versions
+    # Older ones read another end token and decoder from some files.
+    found = version("transformers")
+    fits = tuple(map(int, found.split(".")[:2])) >= (5, 23)
+    check(fits, "transformers", "be 5.23 or newer for a GGUF file", found, hint)
+    from transformers import GgufConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent}
     where["gguf_file"] = source.name

@@ -302,6 +302,14 @@ def write_gguf(file: Path, model: PreTrainedModel) -> None:
     writer.close()
 
 
+def test_older_transformers_read_no_gguf_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("nsa.hf.convert.find_spec", lambda name: name)
+    monkeypatch.setattr("nsa.hf.convert.version", lambda name: "5.17.0")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match=r"be 5\.23 or newer for a GGUF file, got 5\.17\.0"):
+        convert(tmp_path / "model.gguf", tmp_path / "sparse", **PATTERN)
+
+
 @torch.no_grad()
 def test_a_gguf_file(tmp_path):
     """Its floats are fp32, so that the norms' constant is near 1e-5; transformers gives it so."""
