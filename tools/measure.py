@@ -59,8 +59,7 @@ NSA = "--provider nsa"
 # its eight layers select; in the variant all do.
 LONG = f"bench train --config 7m-64k --data.mixture [] {UNMASKED} --checkpointing.policy operators"
 LONG += " --variant eight:model.layers=null"
-SHORT = "128,512,2048,4096,8192,16384,32768,65536"
-FEW_STEPS = "--warmup 2 --steps 5"
+AT_ONCE, FEW_STEPS = "--tokens 65536 --micro-batch 512", "--warmup 2 --steps 5"
 DECODE = "bench decode --case decode"
 # Words of `nsa` by the name of their file in results/, or of their folder. Both rows of a ratio
 # come from one command, so that they are of one run.
@@ -99,8 +98,10 @@ MEASUREMENTS = {
         f"{DECODE}.model",
     ],
     "model-lengths": [
-        f"{LONG} {PAIR} --seqs {SHORT} --tokens 65536 --micro-batch 512",
-        f"{LONG} {PAIR} --seqs 131072,262144,524288 {FEW_STEPS}",
+        f"{LONG} {PAIR} --seqs 128,512,2048 {AT_ONCE}",
+        f"{LONG} {PAIR} --seqs 4096,16384,65536 {AT_ONCE}",
+        f"{LONG} {PAIR} --seqs 131072,262144 {FEW_STEPS}",
+        f"{LONG} {PAIR} --seqs 524288 {FEW_STEPS}",
         f"{LONG} {NSA} --seqs 1048576 {FEW_STEPS}",
         f"{DECODE}.model --config 7m-64k --points 128,1024,4096,16384,65536,262144,1048576",
     ],
