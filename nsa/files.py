@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -91,6 +92,12 @@ def write_flushed(path: Path, text: str | bytes) -> None:
         file.write(text if isinstance(text, bytes) else text.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

@@ -10,7 +10,6 @@ written under another name, flushed to the disk and then renamed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -28,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nsa.errors import UserError, check, fail
-from nsa.files import FileErrors, flush, write_flushed
+from nsa.files import FileErrors, file_digest, flush, write_flushed
 from nsa.train.distributed.processes import Processes, first_row, is_sharded, own_part
 from nsa.train.environment import version
 
@@ -133,7 +132,7 @@ def save_checkpoint(
         write_flushed(unfinished / META, json.dumps({**versions, **meta}, indent=1))
         for name in names:  # safetensors makes them readable for their owner only
             shutil.copymode(unfinished / META, unfinished / name)
-        sums = zip((*names, META), (*digests, _sha256(unfinished / META)), strict=True)
+        sums = zip((*names, META), (*digests, file_digest(unfinished / META)), strict=True)
         write_flushed(unfinished / SUMS, _sums_text(dict(sums)))
         flush(unfinished)
         unfinished.rename(target)
@@ -199,7 +198,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     with FileErrors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     flush(path)
-    return _sha256(path)
+    return file_digest(path)
 
 
 def _remove_unfinished(folder: Path) -> str:
@@ -219,11 +218,6 @@ def _tensor_files(number: int) -> list[str]:
     return [f"tensors-{part:05d}-of-{number:05d}.safetensors" for part in range(1, number + 1)]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _sums_text(sums: Mapping[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
 
@@ -238,16 +232,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     is_one = _NAME.fullmatch(path.name) is not None and path.is_dir()
     check(is_one, "path", "be the folder of a checkpoint, step-<number>", path)
-    meta = dict[str, Any]()
-    if (path / SUMS).exists():  # format 1 kept its hashes elsewhere
-        _check_undamaged(path, META)
-    with suppress(FileNotFoundError, ValueError):
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-    if meta and meta["format"] != FORMAT:
-        found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
-        rule = f"contain a checkpoint of format {FORMAT}"
-        fail("path", rule, found, "That version of nsa can read it.")
-    _read_sums(path)
+    _check_undamaged(path, META)
+    meta = json.loads((path / META).read_text(encoding="utf-8"))
+    found = f"format {meta['format']} of nsa {meta.get('nsa')} in {path}"
+    rule, hint = f"contain a checkpoint of format {FORMAT}", "That version of nsa can read it."
+    check(meta["format"] == FORMAT, "path", rule, found, hint)
     return {"tokenizer": None, **meta}  # the text of tokenizer.json, added after format 2
 
 
@@ -338,7 +327,7 @@ def _read_sums(path: Path) -> dict[str, str]:
 def _check_undamaged(path: Path, name: str) -> None:
     """Compare a file with its hash."""
     digest, file = _read_sums(path)[name], path / name
-    if not (file.is_file() and _sha256(file) == digest):
+    if not (file.is_file() and file_digest(file) == digest):
         _fail_damaged(file)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist, fmean, stdev
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
 
 Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
+_RESAMPLES, _SEED = 10_000, 0  # of the bootstrap over documents
 # 97.5% quantiles of Student's t for 1 to 9 degrees of freedom.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -141,34 +142,6 @@ class Measurement:
         return [{"first": f, "last": to, **figures_of(*bin)} for f, to, bin in bins if bin[1]]
 
 
-class EvaluationText(Protocol):
-    """Sequences of a text to measure a model on.
-
-    Attributes:
-        seq_len: tokens of a sequence, at most.
-        num_documents: documents of the text.
-        token_bytes: int64 ``[vocab_size]``, bytes of text that each token spells.
-    """
-
-    seq_len: int
-    num_documents: int
-    token_bytes: Ids
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-
-    def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
-        """Yield evenly spaced sequences, see :func:`nsa.train.data.spread`.
-
-        Args:
-            micro_batch: sequences of a batch.
-            num_sequences: at most as many as there are.
-
-        Yields:
-            A batch, and the number of the document of each of its targets: int64 ``[T]``.
-        """
-
-
 def measure(
     loss: NextTokenLoss,
     text: EvaluationText,
@@ -214,9 +187,6 @@ def measure(
 def paired_difference(
     first: Sequence[Measurement],
     second: Sequence[Measurement],
-    *,
-    resamples: int = 10_000,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Difference of two models in bits per byte, with its 95% intervals.
 
@@ -231,8 +201,6 @@ def paired_difference(
     Args:
         first: a model on some sequences, or several.
         second: the same number of other models on the same sequences.
-        resamples: draws of documents.
-        seed: of the draws.
 
     Returns:
         ``difference_bits_per_byte``, first minus second; ``difference_low`` and
@@ -243,7 +211,7 @@ def paired_difference(
     Raises:
         ValueError: the targets are not the same.
     """
-    _name, rule = "paired_difference", "have the targets of the first in each document"
+    rule = "have the targets of the first in each document"
     expected = first[0].documents
     for x in (*first, *second):
         same = np.array_equal(expected[:, 1:], x.documents[:, 1:])
@@ -252,8 +220,7 @@ def paired_difference(
     pairs = zip(first, second, strict=True)
     bits = [(x.documents - y.documents)[counted, 0] / math.log(2) for x, y in pairs]
     mean, sizes, number = np.mean(bits, axis=0), expected[counted, 2], int(counted.sum())
-    check(resamples > 0, "resamples", "be positive", resamples)
-    generator, sums = np.random.default_rng(seed), np.empty((resamples, 2))
+    generator, sums = np.random.default_rng(_SEED), np.empty((_RESAMPLES, 2))
     for row in sums:
         drawn = generator.integers(number, size=number)
         row[:] = mean[drawn].sum(), sizes[drawn].sum()
@@ -266,8 +233,8 @@ def paired_difference(
         "difference_low": low,
         "difference_high": high,
         "num_documents": number,
-        "resamples": resamples,
-        "seed": seed,
+        "resamples": _RESAMPLES,
+        "seed": _SEED,
         **(_over_seeds(differences, float(drawn.var()), number) if len(bits) > 1 else {}),
     }
 
@@ -332,9 +299,14 @@ def student_t(freedom: float) -> float:
 
 
 class SplitSequences:
-    """Sequences of a split as in training, across documents; see :class:`EvaluationText`.
+    """Sequences of a split as in training, across documents.
 
     A synthetic task has no documents: each sequence counts as one.
+
+    Attributes:
+        seq_len: tokens of a sequence, at most.
+        num_documents: documents of the text.
+        token_bytes: int64 ``[vocab_size]``, bytes of text that each token spells.
 
     Args:
         source: the split.
@@ -356,7 +328,15 @@ class SplitSequences:
         return self._source.num_sequences(self.seq_len)
 
     def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`EvaluationText`."""
+        """Yield evenly spaced sequences, see :func:`nsa.train.data.spread`.
+
+        Args:
+            micro_batch: sequences of a batch.
+            num_sequences: at most as many as there are.
+
+        Yields:
+            A batch, and the number of the document of each of its targets: int64 ``[T]``.
+        """
         for indices in _chunks(spread(num_sequences, len(self)), micro_batch):
             batch = collate(self._source, indices, self.seq_len, document_mask=self._document_mask)
             first = np.array(indices)[:, None] * self.seq_len + 1
@@ -370,7 +350,7 @@ class RollingSequences:
     They are the windows of lm-eval's rolling log-likelihood at ``max_length = seq_len``: a
     document's first token is predicted from a separator, and each later sequence begins with the
     last target of the one before. The last one reaches back to be as long as the others. See
-    :class:`EvaluationText`.
+    :class:`SplitSequences`.
 
     Args:
         source: the documents.
@@ -395,7 +375,7 @@ class RollingSequences:
         return len(self._parts)
 
     def batches(self, micro_batch: int, num_sequences: int) -> Iterator[tuple[Batch, Ids]]:
-        """See :class:`EvaluationText`."""
+        """See :class:`SplitSequences`."""
         for indices in _chunks(spread(num_sequences, len(self)), micro_batch):
             tokens, targets = zip(*map(self._sequence, indices), strict=True)
             lengths = [*map(len, tokens)]
@@ -412,6 +392,9 @@ class RollingSequences:
         targets = tokens[1:].copy()
         targets[: start - 1 - first] = IGNORED_TARGET
         return tokens[:-1], targets
+
+
+EvaluationText = SplitSequences | RollingSequences
 
 
 def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:

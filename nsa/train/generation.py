@@ -258,6 +258,7 @@ class Generation(Iterator[list[bytes]]):
         self.speed = Speed()
         self.model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
         self._sampling, self.compute_dtype = sampling or Sampling(), compute_dtype
+        self._dtype = torch.bfloat16 if compute_dtype == "bf16" else None
         self._seeds = [seed + index for index in range(len(prompts))]
         strings = [string.encode() for string in stop]
         self._stops = [StopStrings(strings) for _ in prompts]
@@ -270,15 +271,13 @@ class Generation(Iterator[list[bytes]]):
     def run_on_cpu(self) -> None:
         """Record the kernels of the prompts and of a first step, see ``nsa.ops._triton.ahead``."""
         lengths = [len(tokens) for tokens in self.tokens]
-        dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
-        run_generation(self.model.config, lengths, max(lengths) + self._max_new_tokens, dtype)
+        run_generation(self.model.config, lengths, max(lengths) + self._max_new_tokens, self._dtype)
 
     def _run(self) -> Iterator[list[bytes]]:
         device = self.model.embedding.weight.device
         start = time.perf_counter()
         most = max(map(len, self.tokens)) + self._max_new_tokens
-        dtype = torch.bfloat16 if self.compute_dtype == "bf16" else None
-        decoder = Decoder(self.model, len(self.tokens), max_tokens=most, compute_dtype=dtype)
+        decoder = Decoder(self.model, len(self.tokens), max_tokens=most, compute_dtype=self._dtype)
         uniform, seen = uniform_numbers(self._seeds, device), self._seen(device)
         number = sum(map(len, self.tokens))
         logits = decoder.prefill(self.tokens) if self._max_new_tokens else torch.empty(0)

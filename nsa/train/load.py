@@ -149,7 +149,7 @@ def load_config(
     file = None if path is None else configs.find(path)
     tree = {} if file is None else _read(file)
     for name, text in overrides.items():
-        inside = [option(other) for other in overrides if _contains(name, other) and other != name]
+        inside = [option(other) for other in overrides if other.startswith(f"{name}.")]
         rule = "be left out with settings inside it"
         check(not inside, option(name), rule, ", ".join(inside))
         *parents, last = name.split(".")
@@ -160,10 +160,6 @@ def load_config(
             section = section[parent]
         section[last] = known[name].read(text) if name in known else text
     return typing.cast(TrainConfig, _build(TrainConfig, tree, ""))
-
-
-def _contains(section: str, name: str) -> bool:
-    return f"{name}.".startswith(f"{section}.")
 
 
 def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:

@@ -63,8 +63,8 @@ def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, 
         ValueError: the size leaves no room for a line, or there would be no prompt.
     """
     random, longest = Random(seed), max(_KEYS, key=len)
-    needle, after = _NEEDLE.format(kind="numbers", key=longest, answer="0" * 7), _AFTER
-    rest = len(_BEFORE) + len(needle) + len(after.format(key=longest))
+    needle = _NEEDLE.format(kind="numbers", key=longest, answer="0" * 7)
+    rest = len(_BEFORE) + len(needle) + len(_AFTER.format(key=longest))
     shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
     check(lines > 0, "size", f"be at least {shortest} bytes", size)
     check(0 < number <= 10**6, "number", "be from 1 to 1,000,000", number)

@@ -375,8 +375,7 @@ class Reports:
         """Send a heartbeat between two tokens; returns whether the run was asked to stop."""
         run = self._run
         run.beat("sample", self._state.progress.step, self._slow_step_s)
-        run.requests.look()
-        return run.requests.stop != 0
+        return run.requests.look() != 0
 
     @property
     def _slow_step_s(self) -> float:

@@ -401,18 +401,12 @@ class Trainer:
         Returns:
             ``Requests.stop``: the request to stop, 0 for none.
         """
-        requests = self._requests
-        requests.look()
+        asked, requests = self._requests.look(), self._requests
         checkpoint, requests.checkpoint = requests.checkpoint, False
-        stop, save = self.processes.largest(requests.stop, int(checkpoint))
+        stop, save = self.processes.largest(asked, int(checkpoint))
         if save:
             self._checkpoint()
         return stop
-
-    def _is_asked_to_stop(self) -> bool:
-        """Whether this process was asked to stop."""
-        self._requests.look()
-        return self._requests.stop != 0
 
     def _timed_step(self, ahead: Prefetcher[Drawn]) -> bool:
         """Do one step and count it; False if the run was asked to stop before a batch came."""
@@ -456,7 +450,7 @@ class Trainer:
         wait_s = max(limit_s, patience_s + 10) if patience_s else 0
         self.beat("data", wait_s)
         try:
-            drawn = ahead.get(patience_s, self._is_asked_to_stop)
+            drawn = ahead.get(patience_s, self._requests.look)
         except StarvedError as error:
             starved = f"{error} (data_limit_s)"
         except UserError as error:  # a stream gave up, or the data are damaged

@@ -104,11 +104,10 @@ class Run(Nsa):
         folder: Path,
         *words: str | Path,
         config: Path | None = None,
-        path: Path | None = None,
         fault: Fault = (),
         **changes: Any,
     ) -> None:
-        self.path = path or folder / "run"
+        self.path = folder / "run"
         given = ("train", config or write_config(folder, **changes), "--run-dir", self.path)
         super().__init__(*given, *words, said=folder / "said", fault=fault)
 

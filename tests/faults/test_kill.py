@@ -10,7 +10,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,10 +35,14 @@ def _kill(nsa: Nsa, path: Path, rng: random.Random) -> bool:
     return nsa.process.exitcode == -signal.SIGKILL
 
 
-def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> None:
+@pytest.mark.parametrize(
+    ("number", "seed"),
+    [(2, 1), *(pytest.param(10, 100 + part, marks=pytest.mark.faults) for part in range(10))],
+)
+def test_killed_at_random_moments(tmp_path, number, seed):
     """Kill and resume runs; all must end like an undisturbed one."""
     rng, done, without = random.Random(seed), 0, 0
-    expected = outcome(undisturbed(tmp_path, steps=STEPS, checkpoint_every=EVERY, **changes))
+    expected = outcome(undisturbed(tmp_path, steps=STEPS, checkpoint_every=EVERY))
     while done < number:
         path, said = tmp_path / f"run-{done}", tmp_path / f"said-{done}"
         words: list[str | Path] = ["train", tmp_path / "tiny.yaml", "--run-dir", path]
@@ -59,11 +62,3 @@ def kills(tmp_path: Path, number: int, seed: int, **changes: Any) -> None:
         assert outcome(path) == expected, f"run {done} of seed {seed}"
         done += 1
     assert without < max(number / 2, 2), "hardly any of the killed runs had a checkpoint"
-
-
-@pytest.mark.parametrize(
-    ("number", "seed"),
-    [(2, 1), *(pytest.param(10, 100 + part, marks=pytest.mark.faults) for part in range(10))],
-)
-def test_killed_at_random_moments(tmp_path, number, seed):
-    kills(tmp_path, number, seed)

@@ -222,31 +222,3 @@ def test_ranks_that_are_restarted_resume_the_run(tmp_path, whole):
     assert resumed["step"] == 12
     assert steps_of(path)[-1] == 20
     check_near(path, whole)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--world-size 2",
-            "global_batch must equal micro_batch * accumulation * world_size (8), got 4",
-        ),
-        (
-            "",
-            "world_size must equal the number of processes launched (2), got 1. "
-            "Start it with: torchrun",
-        ),
-        (
-            "--world-size 2 --accumulation 1 --parallel.gradient-compression bf16",
-            "parallel.gradient_compression must be none with parallel.strategy ddp on CPUs, "
-            "got bf16",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_or_sent_is_refused_before_the_start(
-    tmp_path, whole, words, message
-):
-    path = tmp_path / "run"
-    said = train(*new_run(whole, path), *words.split(), folder=tmp_path, code=2)
-    assert message in said
-    assert not path.exists()

@@ -12,18 +12,13 @@ from typing import Any
 import pytest
 
 from tests.faults.cases import (
-    TWO_RANKS,
     Nsa,
     Run,
     TwoRanks,
     check_resumed,
-    complete,
     events,
-    rows_of,
     steps_of,
-    torchrun,
     undisturbed,
-    write_config,
 )
 
 TERMINATED = 128 + signal.SIGTERM
@@ -45,13 +40,10 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("how", "fault"),
     [
-        # In the process itself: tests/train/test_resume.py.
-        *(pytest.param(how, ("slow", "0.05"), marks=in_full) for how in ("SIGTERM", "SIGINT")),
-        pytest.param("SIGHUP", ("slow", "0.05"), marks=in_full),
+        # Signals in the process itself: tests/train/test_resume.py.
         ("halt", ("slow", "0.05")),
         # A wait of minutes for a stream must not delay the end.
         ("SIGTERM", ("starve", "14")),
-        pytest.param("halt", ("starve", "14"), marks=in_full),
     ],
     ids=str,
 )
@@ -134,31 +126,6 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
         run.ranks[1].kill(signal.SIGTERM)
         assert run.end() == [TERMINATED] * 2
     assert len(steps_of(run.path)) == 2
-
-
-@in_full
-def test_ranks_whose_torchrun_was_killed_leave_with_a_checkpoint(tmp_path):
-    config = write_config(tmp_path, steps=1_000_000, checkpoint_every=1_000_000, eval_every=0)
-    path, deadline = tmp_path / "run", time.monotonic() + 120
-    with torchrun("train", config, "--run-dir", path, *TWO_RANKS) as agent:
-        while rows_of(path) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        agent.kill()
-        said, _ = agent.communicate(timeout=60)  # until its processes have ended, too
-    assert said.count(f"torchrun (process {agent.pid}) is gone") > 0
-    assert len(steps_of(path)) == 1
-    assert len(events(path, "stop")) == 1
-
-
-@in_full
-def test_a_signal_to_one_rank_in_the_last_step_leaves_a_whole_run(tmp_path):
-    number = str(int(signal.SIGTERM))
-    with TwoRanks(tmp_path, fault=("die", "29", "1", number), **PATIENT) as run:
-        assert run.end() == [0, 0], run.text
-        assert "SIGTERM received" in run.text
-    complete("check", run.path, folder=tmp_path)
-    assert steps_of(run.path) == [30]
 
 
 STARVED: dict[str, Any] = {

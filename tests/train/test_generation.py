@@ -57,37 +57,21 @@ def test_greedy_is_the_likeliest_token_each_time(attention):
         assert again == found
 
 
-@ATTENTION
-def test_batch_equals_its_prompts(attention):
-    model = make_model(attention)
-    together = complete(model, TOKENIZER, PROMPTS, max_new_tokens=16, seed=5)
+SAMPLINGS = (Sampling(), Sampling(0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2))
+
+
+@pytest.mark.parametrize(
+    ("attention", "sampling"), [("nsa", SAMPLINGS[1]), ("dense", SAMPLINGS[0])]
+)
+def test_batch_equals_its_prompts(attention, sampling):
+    model, options = make_model(attention), {"max_new_tokens": 16, "sampling": sampling}
+    together = complete(model, TOKENIZER, PROMPTS, seed=5, **options)
     for index, prompt in enumerate(PROMPTS):
-        alone = complete(model, TOKENIZER, [prompt], max_new_tokens=16, seed=5 + index)
+        alone = complete(model, TOKENIZER, [prompt], seed=5 + index, **options)
         assert alone == [together[index]]
 
 
-def test_separator_ends_one_text_and_not_the_others():
-    model = make_model()
-    # The head now answers the hidden state after some steps of the first prompt's text with the
-    # separator.
-    steps = 7
-    text = TOKENIZER.encode(PROMPTS[0]) + list(without_cache(model, PROMPTS[0], steps))
-    with torch.no_grad():
-        hidden = model.hidden_states(torch.tensor(text))[-1]
-        model.head.weight[TOKENIZER.separator_id] = 100 * hidden / hidden.norm()
-        model.head.bias = torch.nn.Parameter(torch.zeros(256, dtype=torch.float64))
-        largest = (model.head.weight @ hidden)[1:].max()
-        model.head.bias[TOKENIZER.separator_id] = 1 - 100 * hidden.norm() + largest
-    pieces = list(Generation(model, TOKENIZER, PROMPTS[:2], max_new_tokens=20, sampling=GREEDY))
-    first = [piece[0] for piece in pieces]
-    assert b"".join(first) == without_cache(model, PROMPTS[0], steps)
-    assert first[steps:] == [b""] * (len(pieces) - steps)
-    assert len(b"".join(piece[1] for piece in pieces)) > steps
-    alone = list(Generation(model, TOKENIZER, PROMPTS[:1], max_new_tokens=20, sampling=GREEDY))
-    assert len(alone) == steps  # ends early when nothing is left to continue
-
-
-# --- stop strings ---------------------------------------------------------------------------------
+# --- ends of a text -------------------------------------------------------------------------------
 
 
 def make_speller() -> LanguageModel:
@@ -98,6 +82,21 @@ def make_speller() -> LanguageModel:
     )
     model.head.bias = torch.nn.Parameter(torch.where(is_letter, 0.0, -1e4).double())
     return model
+
+
+def test_separator_ends_one_text_and_not_the_others():
+    """Here the separator is a letter that the first text draws."""
+    model, tokenizer, prompts = make_speller(), ByteTokenizer(), PROMPTS[:2]
+    first, second = complete(model, tokenizer, prompts, max_new_tokens=20)
+    steps = next(i for i in range(5, 15) if first.find(first[i : i + 1]) == i)
+    tokenizer.separator_id = first[steps]
+    pieces = list(Generation(model, tokenizer, prompts, max_new_tokens=20))
+    of_first = [piece[0] for piece in pieces]
+    assert b"".join(of_first) == first[:steps]
+    assert of_first[steps:] == [b""] * (len(pieces) - steps)
+    assert b"".join(piece[1] for piece in pieces) == second.partition(first[steps : steps + 1])[0]
+    alone = list(Generation(model, tokenizer, PROMPTS[:1], max_new_tokens=20))
+    assert len(alone) == steps  # ends early when nothing is left to continue
 
 
 def test_a_stop_string_ends_a_text_before_it_and_not_the_others():
@@ -223,22 +222,6 @@ def test_penalty_divides_logits_above_zero_and_multiplies_those_below():
     greedy = Sampling(temperature=0, repetition_penalty=1.5)
     assert int(greedy.draw(logits[None], torch.zeros(1), seen[None])) == 2
     assert int(greedy.draw(logits[None], torch.zeros(1), None)) == 0
-
-
-SAMPLINGS = (Sampling(), Sampling(0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2))
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_row_does_not_depend_on_its_neighbours(sampling):
-    torch.manual_seed(0)
-    logits, seen = torch.randn(5, 300) * 3, torch.rand(5, 300) < 0.2
-    uniform = next(uniform_numbers([*range(5)], CPU))
-    together = sampling.draw(logits, uniform, seen).tolist()
-    alone = [
-        int(sampling.draw(logits[i : i + 1], uniform[i : i + 1], seen[i : i + 1])) for i in range(5)
-    ]
-    assert together == alone
-    assert len(set(together)) > 1
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -70,11 +70,6 @@ def test_committed_files_can_be_compared():
         load_measurement("FILES", path)
 
 
-def test_several_pairs(write):
-    a, b, c, d = (write(f"{name}.npz", 5 + number) for number, name in enumerate("abcd"))
-    assert len(compare([a, b], [c, d])["differences"]) == 2
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06"])
 def test_a_file_of_another_kind_is_refused_without_advice_to_unpickle(tmp_path, write, content):
     path = tmp_path / "other.npz"

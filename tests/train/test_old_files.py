@@ -25,14 +25,13 @@ Meta = dict[str, Any]
 EVENT = json.dumps({"kind": "start", "message": "a", "time_unix_s": 1.5, "step": None})
 
 
-def change_meta(run: Path, change: Callable[[Meta], object]) -> Path:
+def change_meta(run: Path, change: Callable[[Meta], object]) -> None:
     """Rewrite meta.json of the newest checkpoint, its hash included."""
     path = list_checkpoints(run / "checkpoints")[-1]
     meta = json.loads((path / "meta.json").read_text())
     change(meta)
     (path / "meta.json").write_text(json.dumps(meta))
     rewrite_hashes(path)
-    return path
 
 
 def write_tiny(tmp_path: Path, **changes: Any) -> str:
@@ -62,13 +61,10 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
 
 def test_another_format_names_the_version_that_reads_it(tmp_path):
     new_trainer(tmp_path, steps=2).run()
-    for number, version in ((9, "7.1.0"), (1, "0.0")):
-        path = change_meta(tmp_path / "run", partial(dict.update, format=number, nsa=version))
-        if number == 1:
-            (path / "SHA256SUMS").unlink()
-        found = f"format 3, got format {number} of nsa {version} in .* That version of nsa can"
-        with pytest.raises(ValueError, match=found):
-            resumed(tmp_path, steps=2)
+    change_meta(tmp_path / "run", partial(dict.update, format=9, nsa="7.1.0"))
+    found = r"format 3, got format 9 of nsa 7\.1\.0 in .* That version of nsa can"
+    with pytest.raises(ValueError, match=found):
+        resumed(tmp_path, steps=2)
 
 
 def test_records_with_other_content_are_one_line(tmp_path, capsys):

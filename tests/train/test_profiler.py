@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import json
 import os
@@ -132,8 +131,6 @@ ms per step   share    calls  stage                                   operator, 
 def test_steps_on_a_gpu():
     table = stage_table(parse_trace(steps_on_a_gpu(3).records))
     assert table_text({**table, "unprofiled_step_ms": 0.09}) == GOLDEN
-    assert (table["device"], table["steps"]) == ("gpu", 2)
-    assert sum(row["total_ms"] for row in table["stages"]) == pytest.approx(table["step_ms"])
     (update,) = (one for one in table["kernels"] if one["stage"] == stages.OPTIMIZER)
     assert (update["name"], update["calls_per_step"]) == ("nvjet_sm90_tst", 1)
     assert update["ms_per_step"] == pytest.approx(0.008)
@@ -231,16 +228,8 @@ def profile(tmp_path: Path, *words: str, **changes: Any) -> tuple[int, Path]:
     return cli.main(["profile", str(config), "--run-dir", str(run), *words]), run
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_is_recorded(
-    tmp_path,
-    capsys,
-    monkeypatch,
-    compiled,
-):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    model = {"num_layers": 1, "attention": "dense" if compiled else "nsa"}  # quick to trace
-    code, run = profile(tmp_path, *SHORT, compile=compiled, model=model)
+def test_a_run_is_recorded(tmp_path, capsys):
+    code, run = profile(tmp_path, *SHORT)
     assert code == 0
     folder = run / "profile"
     found = json.loads((folder / "stages.json").read_text())
@@ -248,10 +237,9 @@ def test_a_run_is_recorded(
     assert (found["device"], found["steps"]) == ("cpu", 2)
     assert sum(times.values()) == pytest.approx(found["step_ms"])
     parts = [stages.BACKWARD, stages.OPTIMIZER, "idle"]
-    if not compiled:
-        parts += [stages.PROJECTION, stages.COMPRESSION, stages.COMPRESSED, stages.SELECTION]
-        parts += [stages.SELECTED, stages.WINDOW, stages.GATES, stages.MLP, stages.LOSS]
-        parts += [stages.REST, stages.TELEMETRY]
+    parts += [stages.PROJECTION, stages.COMPRESSION, stages.COMPRESSED, stages.SELECTION]
+    parts += [stages.SELECTED, stages.WINDOW, stages.GATES, stages.MLP, stages.LOSS]
+    parts += [stages.REST, stages.TELEMETRY]
     assert [part for part in parts if not times[part] > 0] == []
     assert (folder / "stages.txt").read_text() in capsys.readouterr().out
     assert "aten::mm" in (folder / "kernels.txt").read_text()

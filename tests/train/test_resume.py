@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from nsa.train.checkpoint import list_checkpoints, read_meta
-from nsa.train.config import PartConfig, RecallConfig
 from nsa.train.data import spread
 from nsa.train.runs.check import check_run
 from nsa.train.state import Progress, TrainState, Window
@@ -29,7 +27,6 @@ from tests.train.cases import (
     rewrite_hashes,
     rows_of,
     tiny_config,
-    write_text,
 )
 
 # --- SIGTERM and SIGINT; SIGKILL is in tests/faults -----------------------------------------------
@@ -73,17 +70,14 @@ def signal_in_step(trainer: Any, step: int, number: signal.Signals = signal.SIGT
     trainer.train_step = train_step
 
 
-def usual(*case: Any) -> Any:
-    """By default the other optimizer and the other signal are tried at one step alone."""
-    marks = [] if case[1] == 3 or case[::2] == ("adamw", signal.SIGTERM) else [pytest.mark.faults]
-    return pytest.param(*case, marks=marks, id="{}-{}-{}".format(*case))
-
-
 # Between rows, with an evaluation, and with evaluation, row and checkpoint.
-STOPS = itertools.product(("adamw", "muon"), (3, 5, 10), (signal.SIGTERM, signal.SIGINT))
-
-
-@pytest.mark.parametrize(("name", "step", "number"), [usual(*case) for case in STOPS])
+@pytest.mark.parametrize(
+    ("name", "step", "number"),
+    [
+        *(("adamw", step, signal.SIGTERM) for step in (3, 5, 10)),
+        ("muon", 3, signal.SIGINT),
+    ],
+)
 def test_signal_finishes_the_step_and_resumes_exactly(
     tmp_path, number, step, name, rows_of_whole, caplog
 ):
@@ -102,10 +96,8 @@ def test_signal_finishes_the_step_and_resumes_exactly(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    new_trainer(folder).run()
-    return reproducible_rows(folder / "run")
+def whole(rows_of_whole):
+    return rows_of_whole("adamw")
 
 
 def test_signal_during_an_evaluation(tmp_path, whole):
@@ -130,21 +122,6 @@ def test_a_signal_in_the_last_step_or_its_evaluation_leaves_a_whole_run(tmp_path
     meta = read_meta(list_checkpoints(trainer.run_folder.checkpoints)[-1])
     assert meta["progress"]["reported_step"] == 12
     assert meta["val_bits_per_byte"] == result.row["val_bits_per_byte"]
-
-
-def test_a_mixture_goes_on_exactly(tmp_path):
-    """Plain sequences, and of another text with lines; in a run as on the command line."""
-    other = PartConfig(1, "folder", str(write_text(tmp_path / "other")), recall=RecallConfig())
-    data = dataclasses.replace(tiny_config(tmp_path).data, mixture=(PartConfig(), other))
-    changes: dict[str, Any] = {"data": data, "seq_len": 128, "checkpoint_every": 10}
-    new_trainer(tmp_path, "whole", **changes).run()
-    trainer = new_trainer(tmp_path, **changes)
-    signal_in_step(trainer, 5)
-    assert trainer.run().step == 5
-    folder = trainer.run_folder
-    assert folder.load_config() == trainer.config
-    assert Trainer(folder.load_config(), folder, resume=True).run().finished
-    assert reproducible_rows(tmp_path / "run") == reproducible_rows(tmp_path / "whole")
 
 
 # --- the state ------------------------------------------------------------------------------------

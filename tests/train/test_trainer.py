@@ -30,6 +30,7 @@ from nsa.train.generation import Generation
 from nsa.train.load import to_yaml
 from nsa.train.optim import lr_factor
 from nsa.train.run_folder import RunFolder
+from nsa.train.runs.check import check_run
 from nsa.train.telemetry.metrics import Row
 from nsa.train.trainer import Trainer, TrainingStoppedError
 from tests.train.cases import (
@@ -128,9 +129,8 @@ def test_a_step_reads_nothing_off_the_device(tmp_path, name, monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim": {"name": "muon"}},
+        {"optim": {"name": "muon"}, "model": {"attention": "dense"}},
         {"loss_chunk": 17, "model": {"tie_head": True, "mlp": "swiglu"}},
-        {"model": {"attention": "dense"}},
     ],
     ids=str,
 )
@@ -141,56 +141,51 @@ def test_every_kind_of_model_and_optimizer_learns(tmp_path, changes):
     assert losses[-1] < min(0.7 * math.log(256), losses[0] - 1)
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """The tracer's own backend stands in for a C++ compiler, which takes minutes."""
-    torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-
-
-@pytest.mark.parametrize("by_layer", [True, False])
-@pytest.mark.usefixtures("traced")
-def test_compiled_once_and_equal_to_eager(tmp_path, by_layer):
+def test_compiled_once_and_equal_to_eager(tmp_path, monkeypatch):
     """Nothing is compiled after the first step, whatever documents a batch contains, with
-    evaluations and a sample. Sparse attention takes long to trace: other tests compile it.
+    evaluations and a sample. Sparse attention takes long to trace, and so do backward passes:
+    other tests compile them. No C++ compiler runs, which takes minutes.
     """
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "long.txt").write_text("the sea and the old stones of it " * 60)
     for index in range(200):
         (folder / f"short{index:03d}.txt").write_text("x" * (index % 5) + f"{index}")
-    losses, counts, sizes = [], list[set[int]](), set[int]()
+    losses, counts, sizes = list[list[float]](), list[set[int]](), set[int]()
 
     def count(seen):
         seen.add(compilations.now.graphs)
 
-    for compiled in (False, True):
+    for compiled, by_layer in ((False, True), (True, True), (True, False)):
         config = tiny_config(
             tmp_path,
             model={"attention": "dense", "num_layers": 2},
             compile=compiled,
             sample_tokens=3,
-            steps=16,
+            steps=8,
             data=DataConfig(source="folder", path=str(folder)),
             parallel=ParallelConfig(compile_layers=by_layer),
         )
-        run_folder = RunFolder.create(tmp_path / f"{compiled}", config)
+        run_folder = RunFolder.create(tmp_path / f"{len(losses)}", config)
         counts.append(set[int]())
         trainer = Trainer(config, run_folder, on_step=functools.partial(count, counts[-1]))
         assert hasattr(trainer.loss, "_orig_mod") is (compiled and not by_layer)
-        sizes |= {batch.num_sequences for _ in range(16) for batch in trainer.next_batches()}
+        sizes |= {batch.num_sequences for _ in range(8) for batch in trainer.next_batches()}
         trainer.state.sampler.position = 0
         trainer.run()
-        losses.append([row["loss_nats"] for row in rows_of(tmp_path, f"{compiled}")])
-    assert [len(seen) for seen in counts] == [1, 1]
-    assert max(counts[0]) < min(counts[1])
+        losses.append([row["loss_nats"] for row in rows_of(tmp_path, f"{len(losses)}")])
+    assert [len(seen) for seen in counts] == [1, 1, 1]
+    assert max(counts[0]) < min(counts[1]) <= max(counts[1]) < min(counts[2])
     assert len(sizes) >= 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3)
 
 
-@pytest.mark.usefixtures("traced")
 def test_a_fuller_batch_raises_the_capacity_for_good(tmp_path, monkeypatch, caplog):
     """A stream has no index of its documents; a resumed run keeps the checkpoint's capacity."""
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(TextSource, "most_sequences", lambda *_: None)
     monkeypatch.setattr("nsa.train.execution.compilation.SHORT_DOCUMENT", 10**6)
     config = tiny_config(tmp_path, compile=True, model={"attention": "dense"}, steps=3, seq_len=256)
@@ -222,10 +217,8 @@ def test_rows_of_a_run(tmp_path):
     progress = trainer.state.progress
     best = (progress.best_val_bits_per_byte, progress.best_val_step)
     assert best == min(losses.items())
-    for row in rows:
-        assert 0 < row["data_time_ms"] < row["step_time_ms"]
-        assert row["tokens_per_s"] == pytest.approx(256_000 / row["step_time_ms"], rel=1e-6)
-        assert row["nonfinite_steps"] == 0
+    assert {row["nonfinite_steps"] for row in rows} == {0}
+    assert check_run(trainer.run_folder)[1] == []
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000008", "step-00000011"]
 
@@ -239,7 +232,7 @@ def test_schedule_counts_optimizer_steps(tmp_path):
 
 
 def test_a_row_averages_over_the_steps_since_the_row_before(tmp_path):
-    changes: dict[str, Any] = {"steps": 6, "eval_every": 0}
+    changes: dict[str, Any] = {"steps": 6, "eval_every": 0, "model": {"attention": "dense"}}
     single, triple = (new_trainer(tmp_path, f"{n}", log_every=n, **changes) for n in (1, 3))
     steps = [single.next_batches() for _ in range(6)]
     targets, num_bytes = (

@@ -24,6 +24,7 @@ Item = TypeVar("Item")
 Mask = NDArray[np.bool_]
 
 IGNORED_TARGET = -100  # ignored by torch.nn.functional.cross_entropy by default
+_AHEAD = 2  # items made before they are asked for
 _CLOSING_S = 2.0
 _POLL_S = 0.5
 
@@ -360,23 +361,23 @@ class Prefetcher(Generic[Item]):
 
     Args:
         make: function that makes the next item; :meth:`get` raises its error.
-        ahead: items made before they are asked for.
     """
 
-    def __init__(self, make: Callable[[], Item], ahead: int = 2) -> None:
+    def __init__(self, make: Callable[[], Item]) -> None:
         self._make = make
-        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
         # A daemon: a read that never returns must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self._thread.start()
 
-    def get(self, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> Item | None:
+    def get(self, timeout_s: float, give_up: Callable[[], int] = lambda: 0) -> Item | None:
         """The next item.
 
         Args:
             timeout_s: longest wait in seconds; 0 waits for ever.
-            give_up: asked twice a second while nothing is ready; True ends the wait.
+            give_up: asked twice a second while nothing is ready; another result than 0 ends the
+                wait.
 
         Returns:
             The item; None if the wait was given up.

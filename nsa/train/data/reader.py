@@ -21,7 +21,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nsa.errors import UserError, check, fail
 from nsa.extras import install_command
@@ -39,9 +39,6 @@ from nsa.train.data.local import (
     texts_of_files,
 )
 from nsa.train.data.tokenizer import fingerprint_of
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ Nothing here needs more than NumPy.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nsa.errors import check
-from nsa.files import replace_text
+from nsa.files import file_digest, replace_text
 from nsa.train.data.batch import DataUnavailableError, TextSource
 from nsa.train.data.documents import Side
 from nsa.train.data.tokenizer import (
@@ -46,12 +45,6 @@ _REPAIR = "Copy the folder again, or remove it and prepare the data again."
 def shard_dtype(vocab_size: int) -> np.dtype[Any]:
     """Type of a token on disk: the smallest unsigned one, little-endian on every machine."""
     return token_dtype(vocab_size).newbyteorder("<")
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def shard_files(

@@ -86,8 +86,3 @@ def communication_settings() -> dict[str, str]:
     """Environment variables that NCCL and gloo read."""
     prefixes = ("NCCL_", "TORCH_NCCL_", "GLOO_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
-
-
-def one_thread_for_tokenizers() -> None:
-    """Keep ``tokenizers`` to one thread in this process: processes share the work already."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

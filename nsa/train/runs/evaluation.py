@@ -124,6 +124,16 @@ def read_text(folder: RunFolder, text: str) -> TextSource:
     return TextSource(tokens, separator_id, tokenizer.token_bytes)
 
 
+def open_run_data(folder: RunFolder, config: TrainConfig) -> DataBundle:
+    """Open the data of a run with its tokenizer."""
+    return open_data(
+        config.data,
+        seed=config.seed,
+        seq_len=config.seq_len,
+        run_folder_tokenizer=folder.tokenizer,
+    )
+
+
 def _standard_input() -> Document:
     content = sys.stdin.buffer.read()
     fault = fault_of_text(content)
@@ -278,12 +288,7 @@ def _text(
         whole = read_text(folder, text)
         name = "standard input" if text == "-" else text
         return _Text("text", name, whole, RollingSequences(whole, seq_len), None)
-    data = open_data(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        run_folder_tokenizer=folder.tokenizer,
-    )
+    data = open_run_data(folder, config)
     before, now = read_meta(checkpoint)["data"], data.description
     for name in _SAME_DATA:
         old, new = before.get(name), now.get(name)
@@ -444,12 +449,7 @@ def _totals(result: Measurement, part: _Text, number: int) -> Iterator[Finding]:
 def _baseline(part: _Text, result: Measurement, number: int) -> Iterator[Finding]:
     """Loss that a model must be compared with on sequences of a split."""
     data, source, seq_len = part.data, part.source, part.windows.seq_len
-    if data is None:
-        return
-    if data.description["synthetic"]:
-        ideal = data.description["ideal_loss_nats"]
-        line = f"lowest possible loss: {ideal:.4f} nats per token (synthetic task, no text)"
-        yield Finding(line, {"ideal_loss_nats": ideal})
+    if data is None or data.description["synthetic"]:
         return
     train = data.train.text
     if train is None:

@@ -27,10 +27,9 @@ from nsa.module import NativeSparseAttention
 from nsa.ops.index_loss import block_recall, index_loss
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
-from nsa.train.data import open_data
 from nsa.train.execution.precision import autocast, choose_device
 from nsa.train.run_folder import RunFolder
-from nsa.train.runs.evaluation import load_model, read_text
+from nsa.train.runs.evaluation import load_model, open_run_data, read_text
 from nsa.train.runs.report import Plot, figure_element, layers_figure, page, table
 from nsa.train.telemetry.metrics import Row
 
@@ -344,12 +343,7 @@ def _tokens(
         tokens, separator_id = source.tokens[:count].astype(np.int64), source.separator_id
         name = "standard input" if text == "-" else text
     else:
-        data = open_data(
-            config.data,
-            seed=config.seed,
-            seq_len=config.seq_len,
-            run_folder_tokenizer=folder.tokenizer,
-        )
+        data = open_run_data(folder, config)
         enough, rule = data.validation.num_sequences(count) > 0, "fit into the validation text"
         check(enough, "--tokens", rule, count, "Give fewer, or another --text.")
         tokens, name = data.validation.sequence(count, 0)[:count], "validation text"

@@ -67,7 +67,7 @@ def page(title: str, sections: Mapping[str, str]) -> str:
     body = "\n".join(f"<h2>{name}</h2>\n{text}" for name, text in sections.items())
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">\n{view}\n<title>{escape(title)}</title>'
-    return printable(
+    return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n<style>{_STYLE}</style>\n</head>\n'
         f"<body>\n<h1>{escape(title)}</h1>\n<p>Made {made}.</p>\n{body}\n</body>\n</html>\n"
     )
@@ -103,11 +103,6 @@ def figure_element(figure: Figure, caption: str) -> str:
     image = base64.b64encode(content.getvalue()).decode()
     shown = f'<img src="data:image/svg+xml;base64,{image}" alt="{escape(caption)}">'
     return f"<figure>\n{shown}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
-
-
-def printable(path: str) -> str:
-    """Return a path as text, with a question mark for each byte that is not UTF-8."""
-    return path.encode(errors="replace").decode()
 
 
 def save_png(figure: Figure, path: Path) -> None:
@@ -204,7 +199,7 @@ def plot_losses(metrics: Path, target: Path, *, title: str = "") -> bool:
     curve = Curve("", _COLOURS[0], read_metrics(metrics))
     if curve.rows:
         figure = curves_figure([curve], [loss_plot([curve])])
-        figure.suptitle(printable(title), parse_math=False)
+        figure.suptitle(title, parse_math=False)
         save_png(figure, target)
     return bool(curve.rows)
 
@@ -274,9 +269,9 @@ def report_page(folders: Sequence[RunFolder]) -> str:
     Args:
         folders: runs to compare.
     """
-    names = [printable(folder.path.resolve().name) for folder in folders]
+    names = [folder.path.resolve().name for folder in folders]
     if len(set(names)) < len(names):
-        names = [printable(str(folder.path)) for folder in folders]
+        names = [str(folder.path) for folder in folders]
     runs = [
         _Run(
             name,

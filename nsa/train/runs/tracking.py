@@ -9,7 +9,6 @@ import importlib.util
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from nsa.errors import check
 from nsa.files import replace_text
@@ -62,7 +61,7 @@ def track(
         **more,
     )
     key, sent = f"{service} {project}", folder.tracking
-    state = _last_steps(sent)
+    state: dict[str, int] = json.loads(sent.read_bytes()) if sent.exists() else {}
     idle = 0
     try:
         while True:
@@ -82,11 +81,6 @@ def track(
             time.sleep(_POLL_S)
     finally:
         tracker.finish()
-
-
-def _last_steps(path: Path) -> dict[str, int]:
-    """Read ``tracking.json``: the last step sent to each tracker."""
-    return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def _name(folder: RunFolder) -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 if sys.platform == "win32":  # where this module is imported and nothing trains
@@ -60,17 +60,22 @@ class Requests:
         self._same_s, self._stopped = _PASSED_ON_S if launched else 0.0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def look(self) -> None:
-        """Check the halt file and the agent, at most once a second: file systems may be slow."""
+    def look(self) -> int:
+        """Check the halt file and the agent, at most once a second: file systems may be slow.
+
+        Returns:
+            :attr:`stop`.
+        """
         now = time.monotonic()
         if self.stop or now - self._looked < _LOOK_EVERY_S:
-            return
+            return self.stop
         self._looked = now
         if self._halt_file is not None and self._halt_file.exists():
             self.stop = HALT
         elif self._agent and os.getppid() != self._agent:
             _say(f"torchrun (process {self._agent}) is gone")
             os.kill(os.getpid(), signal.SIGTERM)
+        return self.stop
 
     def __enter__(self) -> Requests:
         for number in (*STOP_SIGNALS, CHECKPOINT_SIGNAL) if self._listens else ():
@@ -78,12 +83,7 @@ class Requests:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # The launcher may still pass the signal on.
         is_leaving = self._same_s > 0 and self.stop not in (0, HALT)
         for number, handler in self._before.items():

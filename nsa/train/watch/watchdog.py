@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from torch._dynamo.callback import callback_handler
 
@@ -71,12 +71,7 @@ class Watchdog:
             callback_handler.register_end_callback(self._compilation_ends)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process is not None:
             with suppress(ValueError):  # torch._dynamo.reset has removed them
                 callback_handler.remove_start_callback(self._compilation_begins)

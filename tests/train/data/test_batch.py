@@ -176,19 +176,6 @@ def test_a_batch_moves_as_a_whole_and_is_padded_with_empty_sequences():
     assert batch.padded(6).cu_seqlens.tolist() == [0, 4, 5, 9, 10, 10, 10]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_copy_to_the_gpu_does_not_wait():
-    batch = collate(LETTERS, [0], 5, document_mask=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        moved = batch.to("cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert moved.tokens.cpu().equal(batch.tokens)
-    assert moved.cu_seqlens.cpu().equal(batch.cu_seqlens)
-
-
 # --- batches made ahead ---------------------------------------------------------------------------
 def test_items_come_in_order_and_no_more_than_two_ahead():
     before, numbers = threading.enumerate(), itertools.count()

@@ -5,7 +5,6 @@ import fcntl
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import Origin, PrepareConfig, open_data, open_shards, preparation, prepare
 from nsa.train.data.documents import SIDES, side_of
-from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, STAMP, with_digest
+from nsa.train.data.shards import INDEX, OFFSET_DTYPE, PROGRESS, with_digest
+from tests.train.cases import contents
 from tests.train.data.data_sets import make_texts, write_folder, write_jsonl, write_parquet
 
 TEXTS = make_texts(300)
@@ -26,10 +26,6 @@ def config_of(source: Path, **changes: Any) -> PrepareConfig:
     settings = {"tokenizer": "byte", "validation_fraction": SHARE, "test_fraction": TEST_SHARE}
     settings["shard_tokens"] = 15_000
     return PrepareConfig(Origin(str(source)), **{**settings, **changes})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != STAMP}
 
 
 class _InterruptedError(Exception):
@@ -57,7 +53,7 @@ def test_shards_contain_the_documents_of_each_split_in_order(tokenizer, source, 
     out = tmp_path / "out"
     index = prepare(config_of(source, tokenizer=tokenizer, bpe_vocab_size=400), out, workers=2)
     assert not {path.name for path in out.iterdir()} & {PROGRESS, "prepare.lock"}
-    before, shards = contents(out), open_shards(out)
+    shards, before = open_shards(out), contents(out)
     assert shards.index == index == json.loads((out / INDEX).read_text())
     for side in SIDES:
         expected = [text for text in TEXTS if side_of(text.encode(), SHARE, TEST_SHARE) == side]
@@ -178,15 +174,6 @@ def test_a_mistaken_start_is_corrected_in_the_same_folder(source, whole, tmp_pat
     (tmp_path / "out" / "train-00000.tokens").write_bytes(b"not committed")
     prepare(config_of(source), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(whole)
-
-
-def test_speed_counts_from_the_first_batch(source, tmp_path, monkeypatch):
-    lines, tick_s = list[str](), 2.0**-10
-    clock = itertools.count(0, tick_s)
-    monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    sides = prepare(config_of(source), tmp_path / "out", on_progress=lines.append)["sides"]
-    size = sum(side["text_bytes"] for side in sides.values())
-    assert lines[-1].startswith(f"{size / 1e6 / (len(lines) * tick_s):.1f} MB/s | ")
 
 
 def test_changed_source_is_noticed(tmp_path):

@@ -154,10 +154,9 @@ for name in ("datasets", "huggingface_hub", "pyarrow", "tiktoken"):
 import nsa.train.trainer
 from nsa.train.config import DataConfig
 from nsa.train.data import collate, open_data
-config = DataConfig(source="shards", path=sys.argv[1], tokenizer="gpt2")
+config = DataConfig(source="shards", path=sys.argv[1])
 data = open_data(config, seed=1, seq_len=64)
-batch = collate(data.train, data.sampler(64, 1).next_indices(2), 64, document_mask=True)
-print(len(data.tokenizer.decode(batch.tokens.tolist())), len(data.tokenizer.encode("a prompt")))
+collate(data.train, data.sampler(64, 1).next_indices(2), 64, document_mask=True)
 from nsa import cli
 for source in sys.argv[2:]:
     words = ["--tokenizer", "byte", "--validation-fraction", "0.1", "--out", source + "-shards"]
@@ -165,13 +164,11 @@ for source in sys.argv[2:]:
 """
 
 
-def test_local_text_and_training_from_shards_need_no_extra_data(source, tmp_path):
-    path = make_shards(source, tmp_path / "out", "gpt2").path
+def test_local_text_and_training_from_shards_need_no_extra_data(shards, tmp_path):
     texts = write_folder(tmp_path / "texts", "txt", TEXTS[:60])
     rows = write_folder(tmp_path / "rows", "jsonl.gz", TEXTS)
-    command = [sys.executable, "-c", WITHOUT, str(path), str(texts), str(rows)]
-    said = subprocess.check_output(command, cwd=ROOT, text=True, timeout=120)
-    assert said.split()[1] == "2"
+    command = [sys.executable, "-c", WITHOUT, str(shards.path), str(texts), str(rows)]
+    subprocess.run(command, cwd=ROOT, timeout=120, check=True)
 
 
 # --- commands -------------------------------------------------------------------------------------

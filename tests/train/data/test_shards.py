@@ -142,6 +142,7 @@ def test_contents_are_verified_once_and_after_every_change(folder, monkeypatch, 
         (INDEX, {"format": 2}, "be of format 1, got 2"),
         (INDEX, {"tokenizer": {"fingerprint": "0"}}, "have the fingerprint of index.json"),
         ("train-00001.tokens", "x", r"have \d+ bytes, as index\.json says, got 1"),
+        ("validation-00000.offsets", "", r"have \d+ bytes, as index\.json says, got 0"),
         (TOKENIZER, "{", "be a JSON file, got"),
     ],
 )

@@ -14,9 +14,8 @@ from nsa.errors import UserError
 from nsa.train.config import DataConfig
 from nsa.train.data import ByteTokenizer, Origin, StreamSource, collate
 from nsa.train.data.documents import SIDES, side_of
-from nsa.train.data.reader import Pace
 from nsa.train.data.stream import BEGINNING, StreamSampler, read_held_out
-from tests.train.data.data_sets import as_clone, make_texts, write_folder, write_jsonl
+from tests.train.data.data_sets import make_texts, write_folder, write_jsonl
 
 TEXTS = make_texts(2500, longest=6)
 SHARE, TEST_SHARE = 0.2, 0.1
@@ -114,20 +113,6 @@ def test_held_out_documents_are_the_first_ones(source, test_share):
             sizes = np.cumsum([len(text) + 1 for text in DOCUMENTS[side]])
             kept = DOCUMENTS[side][: int(np.searchsorted(sizes, wanted)) + 1]
             assert [row.tokens.tobytes() for row in rows] == [text + b"\0" for text in kept]
-
-
-def test_a_stream_reports_its_progress_while_it_starts(tmp_path, monkeypatch, caplog):
-    """While it looks for validation text, and while it skips what was read before."""
-    path = as_clone(write_folder(tmp_path / "set", "jsonl", TEXTS, files=1))
-    monkeypatch.setattr(Pace, "PERIOD_S", 0.0)
-    caplog.set_level("INFO", logger="nsa")
-    read_held_out(Origin(str(path)), ByteTokenizer(), replace(config_of(path), test_fraction=0.0))
-    made = StreamSource(Origin(str(path)), ByteTokenizer(), config_of(path))
-    made.seek(0, {"epoch": 0, "file": 0, "row": 2400, "token": 0})
-    made.sequence(10, 0)
-    made.close()
-    for line in ("read 1,000 documents for validation", f"file 1 of {path}: 1000 of 2400 rows"):
-        assert line in caplog.text
 
 
 def test_data_without_training_text_are_an_error(tmp_path):

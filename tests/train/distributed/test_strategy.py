@@ -178,6 +178,10 @@ def test_gradients_of_replayed_passes_are_averaged_afterwards(alone, compression
     """Over one process that believes to be one of two: half of its gradients must come out."""
     alone.world_size = 2
     config = ParallelConfig(gradient_compression=compression, bucket_mib=0.02)
+    if compression == "bf16":
+        message = "gradient_compression must be none with parallel.strategy ddp on CPUs, got bf16"
+        with pytest.raises(ValueError, match=message):
+            distribute(make_loss(), config, alone, CPU)
     strategy = Replicated(make_loss(), config, alone, CPU, captured=True)
     module = strategy.training_module(None)
     assert module is strategy.loss  # nothing around it

@@ -154,9 +154,6 @@ def test_kept_bytes_of_a_layer():
     config = LMConfig()
     assert kept_bytes(config, "input") == {"input": 4 * 768}
     kept = kept_bytes(config, "attention")
-    assert kept["out"] == kept["out_cmp"] == kept["out_slc"] == kept["out_win"] == 2 * 768
-    assert kept["lse_cmp"] == kept["lse_slc"] == kept["lse_win"] == 4 * 12
-    assert kept["block_indices"] == kept["order"] == 4 * 2 * 16
     assert sum(kept.values()) == 9616  # measured once
     pattern = NSAConfig(branches=("slc", "win"))
     kept = kept_bytes(dataclasses.replace(config, nsa=pattern), "attention")

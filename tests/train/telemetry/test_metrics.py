@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.errors import UserError
+from nsa.files import AppendedFile
 from nsa.train.config import TrainConfig
 from nsa.train.run_folder import RunFolder
 from nsa.train.telemetry.metrics import (
@@ -170,6 +173,22 @@ def test_rows_are_set_aside_before_the_record_shrinks(folder, monkeypatch):
     _set_aside_after(folder.metrics_jsonl, 1)
     assert folder.metrics_jsonl.read_bytes() == first
     assert written[0].read_bytes() == b"".join(others)
+
+
+def test_rows_wait_while_the_disk_is_full(folder, monkeypatch, caplog):
+    writer, expected = MetricsWriter(folder), losses(1.0, 2.0, 3.0)
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        patch.setattr(AppendedFile, "append", full)
+        for row in expected[:2]:
+            writer.write(row)
+    assert read(folder) == []
+    assert "2 rows of metrics could not be written and wait in memory" in caplog.text
+    writer.write(expected[2])
+    writer.close()
+    assert read(folder) == expected
+    assert folder.metrics_csv.read_text().count("\n") == 4
+    assert shown(folder) == [tuple(row.values()) for row in expected]
 
 
 @pytest.mark.parametrize(
