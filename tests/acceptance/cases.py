@@ -23,11 +23,9 @@ import torch
 
 from nsa.errors import option
 from nsa.lm.decoder import Decoder
-from nsa.lm.model import LanguageModel
 from nsa.train.checkpoint import list_checkpoints
 from nsa.train.config import TrainConfig
 from nsa.train.load import load_config
-from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
 from tests.acceptance import foreign_model, programs
@@ -51,6 +49,8 @@ COMPILATION = '"kind": "compilation"'  # event: a step compiled after the first 
 # The exported and the trained model compute in fp32 with the same operators.
 MAX_LOGIT_DIFFERENCE = 1e-4
 PROMPT_TOKENS, NEW_TOKENS = 300, 64
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+TEXT = Path(programs.__file__).read_text(encoding="utf-8")
 ADAPTER_STEPS = 20
 RESUMED_STEPS, CHECKPOINTS = 120, 6
 EVERY = RESUMED_STEPS // CHECKPOINTS
@@ -373,66 +373,41 @@ def compare_losses(
 # ---------------------------------------------------------------------- export and a foreign model
 
 
+@torch.no_grad()
 def loaded(setting: Setting) -> list[str]:
     """Load the export of a run in transformers and compare it with the run."""
-    exported, cuda = setting.trained.parent / "exported", torch.device("cuda")
-    text = Path(programs.__file__).read_text(encoding="utf-8")
-    remark, faults = compare_export(setting.trained, exported, cuda, text, NEW_TOKENS)
-    setting.remarks.append(remark)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return faults
-
-
-@torch.no_grad()
-def compare_export(
-    run: Path, exported: Path, device: torch.device, text: str, new_tokens: int
-) -> tuple[str, list[str]]:
-    """Compare the fp32 export of a byte model in transformers with the run: a note and faults."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import nsa.hf  # noqa: F401 - registers the classes
 
-    folder = RunFolder.open(run)
-    config = folder.load_config().model
-    ours, step = load_model(config, list_checkpoints(folder.checkpoints)[-1], device)
-    theirs = AutoModelForCausalLM.from_pretrained(exported).to(device)
-    load_initial(exported, back := LanguageModel(config))
-    pairs = zip(ours.parameters(), back.parameters(), strict=True)
-    is_equal = all(torch.equal(a.cpu(), b) for a, b in pairs)
-    ids = AutoTokenizer.from_pretrained(exported)(text, return_tensors="pt").to(device)["input_ids"]
+    exported, folder = setting.trained.parent / "exported", RunFolder.open(setting.trained)
+    newest = list_checkpoints(folder.checkpoints)[-1]
+    ours, step = load_model(folder.load_config().model, newest, torch.device("cuda"))
+    theirs = AutoModelForCausalLM.from_pretrained(exported).cuda()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer(TEXT, return_tensors="pt").to("cuda")["input_ids"]
     difference = float((ours(ids[0]) - theirs(input_ids=ids).logits[0]).abs().max())
     prompt = ids[:, :PROMPT_TOKENS]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens}
-    drawn = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    decoder = Decoder(ours, max_tokens=prompt.shape[1] + new_tokens)
+    drawn = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+    decoder = Decoder(ours, max_tokens=prompt.shape[1] + NEW_TOKENS)
     logits, expected = decoder.prefill(prompt.tolist()), prompt[0].tolist()
-    for _ in range(new_tokens):
+    for _ in range(NEW_TOKENS):
         expected.append(int(logits.argmax()))
-        logits = decoder.step(torch.tensor([expected[-1:]], device=device))
+        logits = decoder.step(torch.tensor([expected[-1:]], device="cuda"))
+    note = f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}"
+    setting.remarks.append(note)
     faults = {
-        "weights read back from the folder are not those of the run": not is_equal,
-        "the tokenizer does not give the bytes of a text": ids[0].tolist() != [*text.encode()],
         f"logits differ by {difference:.2e}": not difference <= MAX_LOGIT_DIFFERENCE,
         "generate() writes another text": drawn[0].tolist() != expected,
     }
-    note = f"step {step}, {ids.shape[1]} tokens, logits differ by {difference:.1e}"
-    return note, [fault for fault, is_found in faults.items() if is_found]
+    del ours, theirs, decoder
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [fault for fault, is_found in faults.items() if is_found]
 
 
 def adapted(setting: Setting) -> list[str]:
-    """Train LoRA adapters on the export of a run; generate with them on, off and merged."""
-    exported, cuda = setting.trained.parent / "exported", torch.device("cuda")
-    text = Path(programs.__file__).read_text(encoding="utf-8")
-    remark, faults = train_adapters(exported, cuda, text, NEW_TOKENS)
-    setting.remarks.append(remark)
-    return faults
-
-
-def train_adapters(
-    exported: Path, device: torch.device, text: str, new_tokens: int
-) -> tuple[str, list[str]]:
-    """Train adapters on all linear layers of an export: a note and faults.
+    """Train LoRA adapters on the export of a run; generate with them on, off and merged.
 
     The adapters must learn the text and leave the weights as they are; in each state, greedy
     generation with the cache must equal that without it.
@@ -442,11 +417,11 @@ def train_adapters(
 
     import nsa.hf  # noqa: F401 - registers the classes
 
-    base = AutoModelForCausalLM.from_pretrained(exported).to(device)
+    base = AutoModelForCausalLM.from_pretrained(setting.trained.parent / "exported").cuda()
     weights = {name: x.clone() for name, x in base.state_dict().items()}
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
     model = peft.get_peft_model(base, config)
-    ids = torch.tensor([list(text.encode())], device=device)
+    ids = torch.tensor([list(TEXT.encode())], device="cuda")
     trained = [x for x in model.parameters() if x.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=2e-3), list[float]()
     for _ in range(ADAPTER_STEPS):
@@ -459,9 +434,8 @@ def train_adapters(
 
     def generate(state: str) -> None:
         prompt = ids[:, :PROMPT_TOKENS]
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens}
-        options["attention_mask"] = torch.ones_like(prompt)
-        found = [model.generate(input_ids=prompt, use_cache=x, **options) for x in (True, False)]
+        given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), **GREEDY}
+        found = [model.generate(**given, use_cache=x) for x in (True, False)]
         drawn[state] = found[0][0].tolist()
         if not torch.equal(*found):
             faults.append(f"adapters {state}: the text differs from that without a cache")
@@ -481,7 +455,9 @@ def train_adapters(
     faults += [] if drawn["on"] != drawn["off"] else ["the adapters change nothing"]
     fell = losses[0] - losses[-1]
     faults += [] if fell > 0.1 else [f"the loss fell by {fell:.3f} nats"]
-    return f"{ADAPTER_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}", faults
+    note = f"{ADAPTER_STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}"
+    setting.remarks.append(note)
+    return faults
 
 
 def trained_by_trl(setting: Setting) -> list[str]:
@@ -499,8 +475,7 @@ def trained_by_trl(setting: Setting) -> list[str]:
 
 def foreign(setting: Setting) -> list[str]:
     """Train the module in another decoder, eager and compiled."""
-    cuda = torch.device("cuda")
-    figures, remarks, faults = foreign_model.measure(foreign_model.FULL, cuda, "inductor")
+    figures, remarks, faults = foreign_model.measure()
     setting.figures |= figures
     setting.remarks += remarks
     return faults

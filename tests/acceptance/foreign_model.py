@@ -12,7 +12,6 @@ import copy
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch._dynamo
@@ -31,37 +30,12 @@ VOCABULARY = 256
 NOISE_FACTOR, NOISE_FLOOR_NATS, NOISE_CEILING_NATS = 2.0, 2e-3, 0.1
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model and its batches.
-
-    Attributes:
-        width: width of the residual stream.
-        num_layers: number of layers.
-        config: the sparse pattern.
-        warmup: batch sizes and lengths that may compile: each class of shapes twice. PyTorch
-            compiles separately for a size of 1.
-        later: batch sizes and lengths after the warm-up.
-        rounds: repetitions of ``later``.
-    """
-
-    width: int
-    num_layers: int
-    config: NSAConfig
-    warmup: tuple[tuple[int, int], ...]
-    later: tuple[tuple[int, int], ...]
-    rounds: int
-
-
-FULL = Size(
-    width=512,
-    num_layers=2,
-    config=NSAConfig(num_heads=8, num_kv_heads=2),
-    warmup=((4, 1024), (3, 1536), (2, 640), (1, 1024), (1, 2048), (1, 768)),
-    later=((2, 2048), (1, 1280), (6, 512), (3, 1111), (1, 3072), (8, 300), (5, 896), (2, 64)),
-    rounds=8,
-)
-
+WIDTH, NUM_LAYERS, CONFIG = 512, 2, NSAConfig(num_heads=8, num_kv_heads=2)
+# Batch sizes and lengths that may compile: each class of shapes twice. PyTorch compiles separately
+# for a size of 1. Those after the warm-up come eight times.
+WARMUP = ((4, 1024), (3, 1536), (2, 640), (1, 1024), (1, 2048), (1, 768))
+LATER = ((2, 2048), (1, 1280), (6, 512), (3, 1111), (1, 3072), (8, 300), (5, 896), (2, 64))
+ROUNDS = 8
 
 # Measured fields of the row, notes, and faults.
 Found = tuple[dict[str, float], list[str], list[str]]
@@ -70,15 +44,15 @@ Found = tuple[dict[str, float], list[str], list[str]]
 class Layer(nn.Module):
     """Norm and attention, norm and MLP, with residuals."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(size.width)
-        self.attention = NativeSparseAttention(size.width, size.config)
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.attention = NativeSparseAttention(WIDTH, CONFIG)
         self.mlp = nn.Sequential(
-            nn.LayerNorm(size.width),
-            nn.Linear(size.width, 4 * size.width),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
             nn.GELU(),
-            nn.Linear(4 * size.width, size.width),
+            nn.Linear(4 * WIDTH, WIDTH),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,12 +64,12 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Byte-level decoder whose layers store only their input for the backward pass."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.layers = nn.ModuleList(Layer(size) for _ in range(size.num_layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of ``targets``, the bytes that follow ``tokens``, both ``[B, T]``.
@@ -110,43 +84,37 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def measure(size: Size, device: torch.device, backend: str) -> Found:
-    """Train three times from the same weights on the same batches: fp32, bf16, bf16 compiled.
-
-    Args:
-        size: model and batches.
-        device: device of the models.
-        backend: argument of ``torch.compile``.
-    """
+def measure() -> Found:
+    """Train three times from the same weights on the same batches: fp32, bf16, bf16 compiled."""
     torch.manual_seed(0)
-    model = Decoder(size).to(device)
+    model = Decoder().cuda()
     nn.init.normal_(model.embedding.weight, std=0.02)
-    batches = make_batches(size, device)
+    batches = make_batches()
     losses, graphs = [], list[int]()
-    for autocast, name in ((False, None), (True, None), (True, backend)):
+    for autocast, compiled in ((False, False), (True, False), (True, True)):
         torch._dynamo.reset()
         counters.clear()
-        found, graphs = train(copy.deepcopy(model), batches, autocast=autocast, backend=name)
+        found, graphs = train(copy.deepcopy(model), batches, autocast, compiled)
         losses.append(found)
-    numbers = range(len(size.warmup), len(batches))
+    numbers = range(len(WARMUP), len(batches))
     recompiled = [list(batches[i].shape) for i in numbers if graphs[i] > graphs[i - 1]]
-    return judge(size, losses, recompiled)
+    return judge(losses, recompiled)
 
 
-def make_batches(size: Size, device: torch.device) -> list[Tensor]:
+def make_batches() -> list[Tensor]:
     """Random byte sequences from the package's plays, int64 ``[B, T + 1]``."""
     play = next(iter(corpus_files().documents)).text
     text = torch.frombuffer(bytearray(play), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
     batches = []
-    for batch, length in (*size.warmup, *size.later * size.rounds):
+    for batch, length in (*WARMUP, *LATER * ROUNDS):
         begins = torch.randint(len(text) - length - 1, (batch,), generator=generator)
         batches.append(torch.stack([text[begin : begin + length + 1] for begin in begins]))
-    return [batch.to(device) for batch in batches]
+    return [batch.cuda() for batch in batches]
 
 
 def train(
-    model: Decoder, batches: Sequence[Tensor], *, autocast: bool, backend: str | None = None
+    model: Decoder, batches: Sequence[Tensor], autocast: bool, compiled: bool
 ) -> tuple[list[float], list[int]]:
     """Train a model in place.
 
@@ -154,16 +122,16 @@ def train(
         model: the model.
         batches: see :func:`make_batches`.
         autocast: whether matrix products run in bf16.
-        backend: argument of ``torch.compile``; None does not compile.
+        compiled: whether the model is compiled.
 
     Returns:
         Loss of each batch, and the number of graphs compiled so far.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    forward = model if backend is None else torch.compile(model, backend=backend)
+    forward = torch.compile(model) if compiled else model
     losses, graphs = [], []
     for tokens in batches:
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = forward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
@@ -173,15 +141,15 @@ def train(
     return losses, graphs
 
 
-def judge(size: Size, losses: Sequence[Sequence[float]], recompiled: Sequence[list[int]]) -> Found:
+def judge(losses: Sequence[Sequence[float]], recompiled: Sequence[list[int]]) -> Found:
     """Compare the losses in fp32, in bf16, and in bf16 compiled; see :func:`measure`."""
     exact, eager, compiled = losses
     errors = [
         math.sqrt(statistics.fmean((a - b) ** 2 for a, b in zip(x, exact, strict=True)))
         for x in (eager, compiled)
     ]
-    first = statistics.fmean(compiled[: len(size.warmup)])
-    last = statistics.fmean(compiled[-len(size.later) :])
+    first = statistics.fmean(compiled[: len(WARMUP)])
+    last = statistics.fmean(compiled[-len(LATER) :])
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     faults, limit = [], max(NOISE_FACTOR * errors[0], NOISE_FLOOR_NATS)
     if recompiled:

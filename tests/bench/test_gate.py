@@ -177,7 +177,7 @@ WRONG = (
 
 @pytest.mark.parametrize(
     ("change", "why", "config"),
-    [*((*wrong, SMALL) for wrong in WRONG), (*WRONG[-1], BY_TOKEN), (*WRONG[-1], INDEX)],
+    [*((*wrong, SMALL) for wrong in WRONG), (*WRONG[-1], BY_TOKEN)],
 )
 def test_a_wrong_selection_is_rejected(change, why, config):
     assert why in altered("attention.choice", "out", change, config)
