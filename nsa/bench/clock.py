@@ -262,7 +262,7 @@ def measure(make: Callable[[], Subject], device: torch.device, *, is_ours: bool 
         found = subject.check()
         if not found["correct"]:
             return found
-        usual = partial(time_call, subject.call, device, capture=subject.capture)
+        usual = partial(time_call, subject.call, device, None, subject.capture)
         timing = (subject.time or usual)()
         found = {**found, **profiled(subject.call, device)}
         fault = subject.fault(found["kernels"]) if "kernels" in found else None

@@ -34,10 +34,10 @@ def export_run(
     folder: RunFolder,
     target: Path,
     *,
-    checkpoint: str = "last",
-    layout: Layout = "nsa",
-    dtype: str = "fp32",
-    shard_size: str = "5GB",
+    checkpoint: str,
+    layout: Layout,
+    dtype: str,
+    shard_size: str,
 ) -> str:
     """Write a checkpoint to a new folder, atomically.
 

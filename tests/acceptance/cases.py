@@ -45,6 +45,7 @@ from tests.hf.trl_runs import train_by_trl
 # Models that need two GPUs run fewer steps, so that a leg takes at most nine minutes.
 QUICK_STEPS, FULL_STEPS, STEPS_ON_TWO = 60, 300, 100
 QUICK_LOG_EVERY = 5
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # of compiled code
 COMPILATION = '"kind": "compilation"'  # event: a step compiled after the first ones
 # The exported and the trained model compute in fp32 with the same operators.
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -123,24 +124,20 @@ class Setting:
         self.limit_s = max(3 * self.case.expected_s, 90.0)
 
     def start(
-        self, words: Sequence[str], log: Path | None = None, caches: Path | None = None
+        self, words: Sequence[str], log: Path | None = None
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
         """Start a program, see :func:`tests.acceptance.programs.start`.
 
         Args:
             words: command line.
             log: file for its output.
-            caches: folder in which Triton and PyTorch store compiled code.
         """
-        folder = caches or self.out / "caches"
-        env = {name: str(folder / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        env = {name: str(self.out / "caches" / name) for name in CACHES}
         return start(words, log or self.log, env)
 
-    def run(
-        self, words: Sequence[str], log: Path | None = None, caches: Path | None = None
-    ) -> list[str]:
+    def run(self, words: Sequence[str], log: Path | None = None) -> list[str]:
         """Run a program until it ends, and return its faults."""
-        with self.start(words, log, caches) as process:
+        with self.start(words, log) as process:
             return wait(process, log or self.log, self.limit_s)
 
     def faults(self, committed: Path = COMMITTED) -> list[str]:
@@ -219,21 +216,16 @@ def train(setting: Setting) -> list[str]:
 def make_train(setting: Setting) -> list[str]:
     """Run ``make train`` to its end with empty compile caches."""
     arguments, cold = shlex.join(["--run-dir", str(setting.trained)]), setting.folder / "cold"
-    words = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={arguments}", "CONFIG="]
+    words = ["env", *(f"{name}={cold / name}" for name in CACHES), "make", "train"]
+    words += [f"PYTHON={sys.executable}", f"ARGS={arguments}", "CONFIG="]
     config = load_config(setting.case.config)
     setting.remarks.append("as it ships")
-    faults = judge(setting, words, config, config.steps, cold)
+    faults = judge(setting, words, config, config.steps)
     shutil.rmtree(cold, ignore_errors=True)
     return faults
 
 
-def judge(
-    setting: Setting,
-    words: Sequence[str],
-    config: TrainConfig,
-    steps: int,
-    caches: Path | None = None,
-) -> list[str]:
+def judge(setting: Setting, words: Sequence[str], config: TrainConfig, steps: int) -> list[str]:
     """Run a training command, and store its measurements and the planned peak memory.
 
     Args:
@@ -241,11 +233,10 @@ def judge(
         words: command line.
         config: its configuration.
         steps: number of optimizer steps that it must complete.
-        caches: folder for compiled code.
     """
     on_gpu = setting.num_gpus > 0 and config.device != "cpu"
     planned = plan_mib(setting, config) if on_gpu else None
-    faults = setting.run(words, caches=caches)
+    faults = setting.run(words)
     rows, events = read_rows(setting.trained / "metrics.jsonl"), setting.trained / "events.jsonl"
     warnings = events.read_text(encoding="utf-8").count(COMPILATION) if events.exists() else 0
     setting.figures |= figures_of(rows, warnings) | {"plan_mib": planned}

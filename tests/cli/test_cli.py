@@ -343,7 +343,9 @@ def test_eval_looks_for_needles_and_repeated_lines(run, nsa, refusal):
     other = json.loads(nsa(f"{short} --seed 1 --json"))["needles"]
     assert other[0]["log_prob_nats"] != logs[0]
     (total,) = (line for line in nsa(words).splitlines() if line.startswith("needles: 0"))
-    assert re.fullmatch(r"needles: 0\.0% exact matches \(95% .* 0\.0% to 24\.2%\), -\S+ nats", total)
+    assert re.fullmatch(
+        r"needles: 0\.0% exact matches \(95% .* 0\.0% to 24\.2%\), -\S+ nats", total
+    )
     for words, why in (
         ("--needle", "--lengths must be at least 108 tokens, for needles and question, got 64"),
         ("--needle --lengths 4k", "--lengths must be lengths from 1 to 1,073,741,824 with"),
@@ -381,7 +383,6 @@ def test_a_synthetic_task_is_measured_against_what_is_possible(tiny, nsa, refusa
 AT_ONCE_S = 0.5  # of a core, because other tests run beside this one
 AT_ONCE = (
     "--help",
-    "trian",
     "train --optim.lrr 1",
     "train --help",
     "configs",
