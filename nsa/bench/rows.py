@@ -17,7 +17,6 @@ from nsa.errors import UserError
 from nsa.train import environment
 
 TARGETS = Path(__file__).with_name("targets.json")
-UNMASKED = "dense-unmasked"  # training with dense attention across documents
 # Dense attention of a decode step. With -folded, query heads of a group are rows of one query.
 DENSE_DECODE = (
     "dense-cudnn",

@@ -107,8 +107,8 @@ class Run(NamedTuple):
 def find_runs(
     path: Path,
     settings: Mapping[str, str],
-    variants: Sequence[str] = (),
-    names: Sequence[str] = PROVIDERS,
+    variants: Sequence[str],
+    names: Sequence[str],
 ) -> list[Run]:
     """Return the runs to be measured.
 
@@ -288,14 +288,14 @@ def bench_train(
     runs: Sequence[Run],
     shape: str,
     *,
-    seqs: Sequence[int | None] = (None,),
-    tokens: int | None = None,
-    micro_batch: int | None = None,
-    modes: Sequence[str] = ("fwd", "fwd_bwd"),
-    warmup: int = 20,
-    steps: int = 40,
-    out: Path | None = None,
-    commit: str | None = None,
+    seqs: Sequence[int | None],
+    tokens: int | None,
+    micro_batch: int | None,
+    modes: Sequence[str],
+    warmup: int,
+    steps: int,
+    out: Path | None,
+    commit: str | None,
 ) -> int:
     """Measure, print and write rows; under torchrun all processes call it, the main one prints.
 

@@ -92,8 +92,8 @@ class Task:
 def bench_tune(
     points: Sequence[Point],
     *,
-    kernel: str = "*",
-    out: Path | None = None,
+    kernel: str,
+    out: Path | None,
 ) -> int:
     """Tune, and write the table after each kernel.
 

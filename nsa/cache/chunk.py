@@ -184,9 +184,8 @@ class Chunk:
         source = self.places.behind(ring.shape[0] // len(kept), kept)
         return new if source is None else torch.cat((ring, new))[source]
 
-    def _write_ring(self, ring: Tensor | None, new: Tensor | None) -> None:
+    def _write_ring(self, ring: Tensor, new: Tensor) -> None:
         """Write the last new rows of each sequence to its ring."""
-        assert ring is not None and new is not None
         slots, source = self.places.last(ring.shape[0] // len(self.places.counts))
         _put(ring, slots, new[source])
 

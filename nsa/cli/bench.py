@@ -406,10 +406,10 @@ def parse_lengths(option: str, text: str) -> list[int]:
 def _contexts(text: str) -> list[tuple[int, int]]:
     from nsa.bench.attention import MIN_LENGTH
 
-    number = "[1-9][0-9]{0,9}"
-    fits = re.fullmatch(f"{number}(x{number})?(,{number}(x{number})?)*", text) is not None
-    words = [f"{word}x1".split("x") for word in text.split(",") if fits]
-    points = [(int(word[0]), int(word[1])) for word in words]
+    form, words = r"([1-9][0-9]{0,9})(?:x([1-9][0-9]{0,9}))?", text.split(",")
+    found = [word for word in (re.fullmatch(form, word) for word in words) if word]
+    points = [(int(word[1]), int(word[2] or 1)) for word in found]
+    fits = len(points) == len(words)
     fits &= all(a >= MIN_LENGTH and a * b <= _MOST for a, b in points)
     rule = f"be at least {MIN_LENGTH} tokens or TOKENSxSEQUENCES, with commas between them"
     hint = f"For example: 2048,65536x32; at most {_MOST:,} tokens."

@@ -44,7 +44,7 @@ class Problem(str):
     """A line about something that does not work."""
 
 
-def diagnose(shape: str | None = None, seq_len: int = 0, dtype: str = "bf16") -> int:
+def diagnose(shape: str | None, seq_len: int, dtype: str) -> int:
     """Print the report.
 
     Args:
@@ -179,12 +179,11 @@ def _operators() -> Lines:
             yield Problem(f"the attention layer returned values that are not finite on {device}")
 
 
-def _tables() -> list[tuple[str, tuple[int, int] | None, TileTable | None]]:
+def _tables() -> Iterator[tuple[str, tuple[int, int] | None, TileTable | None]]:
     """Name, compute capability and tuning table of each GPU."""
-    indices = range(torch.cuda.device_count())
-    names = [f"GPU {index}, {torch.cuda.get_device_name(index)}" for index in indices]
-    tables = [device_table(index) for index in indices]
-    return [(name, found, table) for name, (table, found) in zip(names, tables, strict=True)]
+    for index in range(torch.cuda.device_count()):
+        table, capability = device_table(index)
+        yield f"GPU {index}, {torch.cuda.get_device_name(index)}", capability, table
 
 
 def _tiles() -> Lines:
@@ -217,7 +216,8 @@ def _kernels(config: NSAConfig, seq_len: int, dtype: str) -> Lines:
         yield f"  tiled while a tile selects {limit} (backward: {dq * n:g}), the mean over tiles;"
         yield "  otherwise gathered"
     shipped = [load_table(path) for path in sorted(TABLES.glob("*.json"))]
-    for gpu, capability, table in _tables() or [(f"no GPU; {x.gpu}", None, x) for x in shipped]:
+    without = [(f"no GPU; {table.gpu}", None, table) for table in shipped]
+    for gpu, capability, table in [*_tables()] or without:
         yield f"{gpu}:"
         for kernel in kernel_names(seq_len, tiled, config):
             yield f"  {kernel}: {_tile_line(TileKey(kernel, size, item_size), capability, table)}"

@@ -37,6 +37,7 @@ BOOK = "Little Men by Louisa May Alcott"
 TOKENIZER = ByteTokenizer()
 _MOST_NEW = 256  # tokens after the context: a question and its answer, or the continuation
 _LONGEST_ANSWER = 10
+WRITTEN = 200  # bytes of the continuation
 _TOKENS_PER_LINE = 64  # of the context, at least
 _SAMPLING = Sampling(temperature=0.7, min_p=0.05)
 
@@ -189,9 +190,9 @@ class Reader:
         return Answer(hidden, text, time.perf_counter() - start, (asked, answered))
 
     def write(self, seed: int) -> Iterator[bytes]:
-        """Continue the context by 200 bytes, drawn at temperature 0.7."""
+        """Continue the context by ``WRITTEN`` bytes, drawn at temperature 0.7."""
         logits, uniform = self._logits, uniform_numbers([seed], self.device)
-        for _ in range(200):
+        for _ in range(WRITTEN):
             token = int(_SAMPLING.draw(logits.float(), next(uniform)))
             yield TOKENIZER.decode([token])
             logits = self._append([token])

@@ -205,11 +205,3 @@ class GenerationCache(Cache):
         for row, length in enumerate(lengths):
             cache.truncate(row, length)
         self._columns -= removed
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Raise an error: the number of rows is fixed."""
-        fail("rows", f"stay {self.decoder.batch_size}", f"{repeats} times as many")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Raise an error: the number of rows is fixed."""
-        fail("rows", f"stay {self.decoder.batch_size}", f"a selection of {len(indices)}")

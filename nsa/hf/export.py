@@ -34,10 +34,10 @@ def export_run(
     folder: RunFolder,
     target: Path,
     *,
-    checkpoint: str = "last",
-    layout: Layout = "nsa",
-    dtype: str = "fp32",
-    shard_size: str = "5GB",
+    checkpoint: str,
+    layout: Layout,
+    dtype: str,
+    shard_size: str,
 ) -> str:
     """Write a checkpoint to a new folder, atomically.
 
@@ -65,10 +65,12 @@ def export_run(
     model, step = load_model(config.model, path, torch.device("cpu"))
     model.to(DTYPES[dtype])
     separator = load_tokenizer(folder.tokenizer).separator_id
-    values = {"max_position_embeddings": config.seq_len, "bos_token_id": None}
-    values |= {"eos_token_id": separator, "pad_token_id": separator}
-    wrapped = as_llama(model, values) if layout == "llama" else _ours(model, values)
     tokens = {"eos_token_id": separator, "pad_token_id": separator}
+    values = {"max_position_embeddings": config.seq_len, "bos_token_id": None, **tokens}
+    if layout == "llama":
+        wrapped = as_llama(model, values)
+    else:
+        wrapped = NSAForCausalLM(NSALMConfig.of(model.config, **values), model)
     wrapped.generation_config = GenerationConfig(**tokens)
     card = model_card(config, model, read_meta(path), target.name, layout)
     with new_folder(target) as unfinished:
@@ -79,10 +81,6 @@ def export_run(
         (unfinished / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in target.iterdir())
     return f"{target}: step {step}, {dtype}, layout {layout}, {size / 1e6:,.1f} MB"
-
-
-def _ours(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:
-    return NSAForCausalLM(NSALMConfig.of(model.config, **values), model)
 
 
 def as_llama(model: LanguageModel, values: dict[str, Any]) -> PreTrainedModel:

@@ -267,12 +267,8 @@ class NSAModel(NSAPreTrainedModel):
         Raises:
             ValueError: shapes do not match, an argument is not supported, or the cache is full.
         """
-        x, cached = self.open_inputs(input_ids, inputs_embeds, past_key_values, use_cache, others)
-        if position_ids is not None and others.get("cu_seq_lens_q") is None:
-            others |= _documents(position_ids, attention_mask, (x.shape[0], x.shape[1]), cached)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        outputs: list[Tensor] | None = [] if output_hidden_states else None
+        given = (past_key_values, use_cache, output_hidden_states, attention_mask, position_ids)
+        x, outputs = self.open_inputs(input_ids, inputs_embeds, *given, others)
         if past_key_values is not None:
             hidden = past_key_values.hidden_states(x, attention_mask, outputs)
         else:
@@ -293,9 +289,16 @@ class NSAModel(NSAPreTrainedModel):
         inputs_embeds: Tensor | None,
         past_key_values: GenerationCache | None,
         use_cache: bool | None,
+        output_hidden_states: bool | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         others: dict[str, Any],
-    ) -> tuple[Tensor, int]:
-        """Check arguments of a forward pass; return its input and the number of cached columns."""
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Check arguments of a forward pass, and add offsets of packed documents to ``others``.
+
+        Returns:
+            The input, and a list for hidden states, or None if they are not requested.
+        """
         is_given, hint = bool(others.get("output_attentions")), "nsa inspect shows selected blocks."
         check(not is_given, "output_attentions", "be left out", "it", hint)
         if (input_ids is None) == (inputs_embeds is None):
@@ -312,10 +315,15 @@ class NSAModel(NSAPreTrainedModel):
         if past_key_values is None:
             hint = "Give past_key_values=model.new_cache(batch_size, max_tokens=...)."
             check(not use_cache, "use_cache", "come with past_key_values", use_cache, hint)
-            return x, 0
-        is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
-        check(is_ours, "past_key_values", "come from new_cache", kind.__name__)
-        return x, past_key_values.get_seq_length()
+        else:
+            is_ours, kind = isinstance(past_key_values, GenerationCache), type(past_key_values)
+            check(is_ours, "past_key_values", "come from new_cache", kind.__name__)
+        if position_ids is not None and others.get("cu_seq_lens_q") is None:
+            cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+            others |= _documents(position_ids, attention_mask, (x.shape[0], x.shape[1]), cached)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return x, [] if output_hidden_states else None
 
     def _hidden_states(
         self,
@@ -430,13 +438,9 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             ValueError: shapes do not match, an argument is not supported, or the cache is full.
         """
         model, cache = self.model, past_key_values
-        x, cached = model.open_inputs(input_ids, inputs_embeds, cache, use_cache, others)
-        if position_ids is not None and others.get("cu_seq_lens_q") is None:
-            others |= _documents(position_ids, attention_mask, (x.shape[0], x.shape[1]), cached)
+        given = (cache, use_cache, output_hidden_states, attention_mask, position_ids)
+        x, outputs = model.open_inputs(input_ids, inputs_embeds, *given, others)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        outputs: list[Tensor] | None = [] if output_hidden_states else None
         index_losses: list[IndexLoss] | None = None if labels is None else []
         if cache is not None:
             logits = cache.take(x, attention_mask, kept, outputs)
@@ -445,7 +449,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 input_ids,
                 attention_mask,
                 inputs_embeds=inputs_embeds,
-                output_hidden_states=output_hidden_states,
+                output_hidden_states=outputs is not None,
                 return_dict=True,
                 index_losses=index_losses,
                 **others,

@@ -95,7 +95,6 @@ def sampled_values(
     config: NSAConfig,
     dtype: torch.dtype,
     phi: Phi | None = None,
-    scale: float | None = None,
 ) -> Values:
     """Compute the results of an operator at sampled rows in ``dtype``.
 
@@ -111,7 +110,6 @@ def sampled_values(
         config: the sparse pattern.
         dtype: dtype of the computation.
         phi: compression for ``attention`` and ``compress``, which only uses ``k``.
-        scale: factor on the scores; None means ``D ** -0.5``.
 
     Returns:
         ``out`` (``y`` for ``compress``), ``lse`` for a branch, and gradients, named ``d`` plus the
@@ -125,10 +123,9 @@ def sampled_values(
         if "dout" in x:
             found |= _raw_gradients(y, leaves, x["dout"][: len(y)], sample.keys, "dx", "d")
         return found
-    scale = config.head_dim**-0.5 if scale is None else scale
     if operator == "attention":
-        return _attention(x, sample, config, dtype, phi, scale)
-    values = _branch(operator, x, sample, config, dtype, scale)
+        return _attention(x, sample, config, dtype, phi)
+    values = _branch(operator, x, sample, config, dtype)
     return values if "dout" in x else {name: values[name] for name in ("out", "lse")}
 
 
@@ -174,7 +171,6 @@ def _branch(
     sample: Sample,
     config: NSAConfig,
     dtype: torch.dtype,
-    scale: float,
     gate: Tensor | None = None,
 ) -> Values:
     """Results of softmax attention over the keys of one branch at sampled queries and keys.
@@ -182,6 +178,7 @@ def _branch(
     ``gate`` ``[T, Hq]`` scales the gradient of the output.
     """
     compute, keys = torch.promote_types(dtype, torch.float32), sample.keys
+    scale = config.head_dim**-0.5
     k, v = (x[kind].to(compute) for kind in "kv")
     positions = query_positions(x["q"].shape[0], sample.cu_q, sample.cu_k)[:, None]
     cu_key = compressed_cu_seqlens(sample.cu_k, config) if name == "cmp" else sample.cu_k
@@ -290,7 +287,6 @@ def _attention(
     config: NSAConfig,
     dtype: torch.dtype,
     phi: Phi,
-    scale: float,
 ) -> Values:
     """Whole attention with given block indices."""
     queries, tokens = sample.queries, sample.keys
@@ -308,7 +304,7 @@ def _attention(
         given["q"] = x.get("q_cmp", x["q"]) if name == "cmp" else x["q"]
         given |= {key: x[key] for key in ("block_indices", "dout") if key in x}
         gate = x["gates"][..., BRANCHES.index(name)]
-        results[name] = values = _branch(name, given, sample, config, dtype, scale, gate)
+        results[name] = values = _branch(name, given, sample, config, dtype, gate)
         sample = sample._replace(keys=tokens)
         for kind in "kv" if "dout" in x else "":
             rows, gradient = values[f"d{kind}"]
@@ -473,9 +469,7 @@ class SampledSelection(NamedTuple):
 
 
 @torch.no_grad()
-def sampled_selection(
-    q: Tensor, k: Tensor, sample: Sample, config: NSAConfig, scale: float | None = None
-) -> SampledSelection:
+def sampled_selection(q: Tensor, k: Tensor, sample: Sample, config: NSAConfig) -> SampledSelection:
     """Select blocks in fp64 for sampled queries.
 
     Args:
@@ -484,9 +478,7 @@ def sampled_selection(
             of the index, ``[S, Hkv, D]``.
         sample: the queries.
         config: the sparse pattern, including options of the selection.
-        scale: factor on the scores; None means ``D ** -0.5``.
     """
-    scale = config.scoring.head_dim**-0.5 if scale is None else scale
     by_token = config.scores != "compressed"
     positions = query_positions(q.shape[0], sample.cu_q, sample.cu_k)[sample.queries]
     first = sample.cu_k if by_token else compressed_cu_seqlens(sample.cu_k, config)
@@ -499,7 +491,7 @@ def sampled_selection(
     for sequence, part in _parts(sample.queries, sample.cu_q, 1):
         keys = k[starts[sequence] :][: int(num_keys[part])]
         row = q[sample.queries[part]].double(), keys
-        found = _select(*row, positions[part], config, scale)
+        found = _select(*row, positions[part], config)
         indices[part] = found[0]
         for whole, mask in zip((must, may), found[1:], strict=True):
             whole[part, :, : mask.shape[-1]] = mask
@@ -507,7 +499,7 @@ def sampled_selection(
 
 
 def _select(
-    q: Tensor, keys: Tensor, position: Tensor, config: NSAConfig, scale: float
+    q: Tensor, keys: Tensor, position: Tensor, config: NSAConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Selection of one query ``[1, Hq, D]``: indices, and blocks that must and may be selected.
 
@@ -515,6 +507,7 @@ def _select(
     blocks: rounding them changes scores by more than ``BOUND``.
     """
     length, stored, keys = int(position) + 1, keys, keys.double()
+    scale = config.scoring.head_dim**-0.5
     sequences = Sequences(None, 1, 1, length, q.device)
     products = grouped_scores(q[None], keys[None], scale)  # [1, Hkv, G, keys]
     lse = products.logsumexp(-1).view(1, -1)  # [1, Hq]

@@ -15,10 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 
 
+def read(file: str) -> str:
+    """Text of a file of the repository."""
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
 def table(page: str, heading: str) -> list[list[str]]:
     """Cells of the tables in a section, a list for each line that begins with a number."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    pattern = rf"^## {heading}\n(.*?)(?=^## |\Z)"
+    (found,) = re.findall(pattern, read(page), re.DOTALL | re.MULTILINE)
     lines = re.findall(r"^\| \d.*", found, re.MULTILINE)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -41,7 +46,7 @@ def test_speeds_of_training_are_those_of_rows():
 
 
 def test_steps_of_several_gpus_are_those_of_rows():
-    lines = (ROOT / "benchmarks/scaling/h200.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read("benchmarks/scaling/h200.jsonl").splitlines()
     known = {(row["processes"], f"{row['step_ms']:.1f}") for row in map(json.loads, lines)}
     shown = {(int(row[0]), row[3]) for row in table("docs/reports/throughput.md", "Several GPUs")}
     assert len(shown) >= 4
@@ -83,15 +88,15 @@ def gain(model: str, distance: int) -> float:
     return fmean(x["first_bits_per_byte"] - x["bits_per_byte"] for x in at)
 
 
-def one_line(run: Path) -> float:
+def one_line(run: str) -> float:
     """Share of the single lines in 65,536 tokens that a run found."""
-    rows = json.loads((run / "lookups.json").read_text(encoding="utf-8"))["needles"]
+    rows = json.loads(read(f"benchmarks/quality/needle-64k/7m-{run}-1337/lookups.json"))["needles"]
     (share,) = (x["exact_match"] for x in rows if (x["length"], x["depth"]) == (65536, None))
     return float(share)
 
 
 def test_facts_of_the_first_screen_are_those_of_rows():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = read("README.md")
     ours, dense = learned("token-max"), learned("dense")
     assert f"`78m-8k` has {ours} bits per byte of unseen books, dense {dense} " in page
     speeds = [
@@ -105,19 +110,14 @@ def test_facts_of_the_first_screen_are_those_of_rows():
     )
     gains = f"gains {least[0]:.2f} to {most[0]:.2f} bits per byte from 1,024 to 8,064 tokens back"
     assert f"{gains}, dense {least[1]:.2f} to {most[1]:.2f};" in page
-    quality = ROOT / "benchmarks/quality"
-    lines = (quality / "lookups.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read("benchmarks/quality/lookups.jsonl").splitlines()
     least, *_, most = sorted(json.loads(x)["lookups_exact_low_high"]["65536"][0] for x in lines)
     assert (
         f"in {least:.1%} to {most:.1%} of cases ({len(lines)} seeds)".replace("% to", " to") in page
     )
-    others = [
-        one_line(quality / f"needle-64k/7m-{model}-1337") for model in ("mean-keys-eight", "dense")
-    ]
-    text = (
-        f"With the paper's scores it finds {others[0]:.0%}, with dense attention {others[1]:.0%} "
-    )
-    assert text in page
+    scores, attention = map(one_line, ("mean-keys-eight", "dense"))
+    others = f"With the paper's scores it finds {scores:.0%}, with dense attention {attention:.0%} "
+    assert others in page
     rows = read_rows([RESULTS / "h200-decode.jsonl"])
     ms = {
         (row.batch, row.provider): row.ms_p50
@@ -132,7 +132,7 @@ def test_facts_of_the_first_screen_are_those_of_rows():
 
 
 def test_table_of_models_is_that_of_rows():
-    page = (ROOT / "docs/use.md").read_text(encoding="utf-8")
+    page = read("docs/use.md")
     for name, model in (("`78m-8k`", "token-max"), ("dense, eq", "dense"), ("`78m-s", "shared")):
         (line,) = re.findall(rf"^\| {name}.*", page, re.MULTILINE)
         cells = line.strip("| ").split(" | ")
@@ -142,7 +142,7 @@ def test_table_of_models_is_that_of_rows():
 def test_times_of_other_packages_are_those_of_rows():
     rows = read_rows([ROOT / "benchmarks/peers/h100.jsonl"])
     known = {f"{row.ms_p50:.3g}" for row in rows if row.ms_p50 and row.mode == "fwd_bwd"}
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = read("README.md")
     begin = page.index("| package | ms |")
     shown = re.findall(
         r"\d+\.\d+",

@@ -14,12 +14,10 @@ import torch
 import yaml
 
 from nsa import cli
-from nsa.bench import train
 from nsa.bench.rows import Row, read_rows
 from nsa.bench.train import (
     check_model,
     communication_us,
-    differences,
     fault_of,
     gate_config,
     measure_steps,
@@ -30,8 +28,8 @@ from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
 from nsa.train.config import CheckpointingConfig, TrainConfig
 from nsa.train.load import load_config
-from nsa.train.trainer import Trainer, TrainingStoppedError
-from tests.faults.cases import Nsa, Ranks
+from nsa.train.trainer import Trainer
+from tests.faults.cases import Ranks
 from tests.train.cases import MODEL, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,14 +118,14 @@ def test_a_step_lasts_until_the_next_one(path, monkeypatch):
 
     def uneven(self, *args):
         step = self.state.progress.step  # three are profiled
-        time.sleep(1.0 if step < 5 else 3.0 if step == 7 else 0.1)
+        time.sleep(0.5 if step < 5 else 1.5 if step == 7 else 0.1)
         return train_step(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", uneven)
     found, _ = measure_steps(load_config(path), CPU, 2, 3)
     assert found["samples"] == 3
-    assert 100 <= found["ms_p20"] < 1000
-    assert found["tokens_per_s"] < 3 * 128 / 3.2
+    assert 100 <= found["ms_p20"] < 500
+    assert found["tokens_per_s"] < 3 * 128 / 1.7
     assert not {"peak_mib", "kernels"} & found.keys()  # on a CPU
     assert found["loss_nats"] > 0
 
@@ -219,32 +217,6 @@ def test_kernels_are_judged_by_the_model(
     assert found is None if fault is None else fault in str(found)
 
 
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "correct", "why"),
-    [
-        (OUT_OF_MEMORY, 0, None, "not run: out of memory. Give --micro-batch 1"),
-        (TrainingStoppedError("loss not finite in step 3"), 1, False, "loss not finite in step 3"),
-    ],
-)
-def test_a_run_that_ends_early_says_why(
-    error,
-    code,
-    correct,
-    why,
-    path,
-    monkeypatch,
-):
-    def stop(*_):
-        raise error
-
-    monkeypatch.setattr(train, "measure_steps", stop)
-    found, (row,) = run(path, NSA_STEPS)
-    assert (found, row.correct, row.ms_p50, row.note) == (code, correct, None, why)
-
-
 # --- What is run
 @pytest.mark.parametrize(
     ("words", "why"),
@@ -259,26 +231,6 @@ def test_a_run_that_ends_early_says_why(
 def test_bad_words_of_the_command(path, words, why, capsys):
     assert cli.main(["bench", "train", "--config", str(path), *words.split()]) == 2
     assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "batch"),
-    [
-        ({}, {}),
-        ({"tokens": 16_384}, {"accumulation": 4, "global_batch": 8}),
-        (
-            {"tokens": 65_536, "micro_batch": 32},
-            {"micro_batch": 32, "accumulation": 1, "global_batch": 32},
-        ),
-        ({"world_size": 4}, {"micro_batch": 1, "accumulation": 1, "world_size": 4}),
-    ],
-)
-def test_the_batch_of_a_step(changes, batch):
-    config = load_config("78m")
-    found = rebatch(config, **changes)
-    changed = differences(config, found)
-    assert changed == {name: size for name, size in batch.items() if name in changed}
-    assert all(getattr(found, name) == size for name, size in batch.items())
 
 
 def test_a_batch_that_processes_cannot_divide():
@@ -302,12 +254,10 @@ def test_one_process_and_two(tmp_path):
     """The same global batch, divided; buckets of gradients are settings."""
     batch: dict[str, Any] = {"micro_batch": 2, "accumulation": 2, "global_batch": 4}
     config, out = write_config(tmp_path, **batch), tmp_path / "rows.jsonl"
+    run(config, NSA_STEPS)
     options = f"--config {config} {NSA_STEPS} --warmup 1 --steps 2 --out {out}"
-    words = ("bench", "train", *options.split())
-    with Nsa(*words, said=tmp_path / "said") as nsa:
-        assert nsa.end() == 0, nsa.text
     variant = ("--variant", "small:parallel.bucket_mib=0.01")
-    with Ranks(*words, *variant, folder=tmp_path) as ranks:
+    with Ranks("bench", "train", *options.split(), *variant, folder=tmp_path) as ranks:
         assert ranks.end() == [0, 0], ranks.text
         assert ranks.ranks[1].text == ""
     rows = read_rows([out])
@@ -331,8 +281,6 @@ SENT = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>
     ("spans", "found"),
     [
         ([], (0, 0, 0)),
-        ([(10, 15, SENT)], (5, 5, 0)),
-        ([(0, 20, "gemm"), (5, 15, SENT)], (10, 0, 0)),
         ([(0, 10, "gemm"), (5, 15, SENT)], (10, 5, 0)),
         ([(0, 10, SENT), (5, 15, SENT)], (15, 15, 0)),  # two at a time count once
         ([(0, 4, "a"), (6, 10, "b"), (2, 8, SENT)], (6, 2, 0)),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,23 +65,37 @@ def refusal(capsys):
     return run
 
 
+def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folder of :func:`tiny`."""
+    monkeypatch.chdir(folder)
+    (folder / "texts").mkdir()
+    for number in range(10):
+        text = f"the {number} quick brown foxes jump over the lazy dog; " * 20
+        (folder / f"texts/{number}.txt").write_text(text)
+    (folder / "tiny.yaml").write_text(TINY)
+    return folder
+
+
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A folder with a configuration and its texts, in which the commands run."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    for number in range(10):
-        text = f"the {number} quick brown foxes jump over the lazy dog; " * 20
-        (tmp_path / f"texts/{number}.txt").write_text(text)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
+    return enter(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run of four steps, which no test changes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        folder = enter(tmp_path_factory.mktemp("finished"), monkeypatch)
+        words = "train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02"
+        assert cli.main(words.split()) == 0
+    return folder / "run"
 
 
 @pytest.fixture
-def run(tiny, nsa):
+def run(tiny, finished):
     """The folder of a run of four steps."""
-    nsa("train tiny.yaml --run-dir run --sample-tokens 0 --optim.lr 0.02")
-    return tiny / "run"
+    return shutil.copytree(finished, tiny / "run")
 
 
 def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:

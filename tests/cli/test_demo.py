@@ -17,20 +17,24 @@ from nsa.train.runs.inspection import inspect_text
 ROW = re.compile(r"^ *\d+% +([\d,]+)  (\S.*\S) +(\w+) +(right|wrong: (\w+)) +[\d.]+$", re.MULTILINE)
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(demo, "WRITTEN", 20)
+
+
 def test_finds_lines_and_writes(nsa, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = nsa("demo --length 2048 --device cpu")
+    said = nsa("demo --length 1024 --needles 3 --device cpu")
     rows = ROW.findall(said)
-    tokens, _ = demo.hide_lines(demo.book(), 2048, 5, 0)
+    tokens, _ = demo.hide_lines(demo.book(), 1024, 3, 0)
     for distance, question, answer, outcome, value in rows:
         line = f"\n{question} {value or answer}.\n".encode()
-        assert bytes(tokens).find(line) == 2048 - int(distance.replace(",", ""))
+        assert bytes(tokens).find(line) == 1024 - int(distance.replace(",", ""))
         assert (outcome == "right") == (answer == (value or answer))
-    assert len(rows) == 5
     right = sum(row[3] == "right" for row in rows)
-    assert right >= 4
-    assert f"{right} of 5 lines found\n" in said
-    assert len(said.partition("|")[2].partition("\n\nselected blocks")[0].encode()) >= 200
+    assert right >= 2
+    assert f"{right} of 3 lines found\n" in said
+    assert len(said.partition("|")[2].partition("\n\nselected blocks")[0].encode()) >= 20
     assert Path("demo.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
@@ -56,7 +60,7 @@ def test_questions_are_asked_after_the_context_alone():
     reader = demo.Reader(model, tokens)
     reader.read()
     reader.ask(hidden[1])
-    assert sum(map(len, reader.write(0))) == 200
+    assert sum(map(len, reader.write(0))) == 20
     answer = reader.ask(hidden[0])
     assert answer.is_right
     context = [*tokens, *hidden[0].line.question]

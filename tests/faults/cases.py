@@ -51,10 +51,9 @@ class Nsa:
         said: Path,
         env: Mapping[str, str] | None = None,
         fault: Fault = (),
-        plots: bool = False,
     ) -> None:
         self.said = said
-        arguments = ([str(word) for word in words], str(said), dict(env or {}), fault, plots)
+        arguments = ([str(word) for word in words], str(said), dict(env or {}), fault)
         self.process = FORKS.Process(target=_main, args=arguments)
         self.process.start()
 
@@ -147,7 +146,7 @@ def check_resumed(path: Path, whole: Path) -> None:
     assert outcome(path) == outcome(whole)
 
 
-def _main(words: list[str], said: str, env: dict[str, str], fault: Fault, plots: bool) -> None:
+def _main(words: list[str], said: str, env: dict[str, str], fault: Fault) -> None:
     """In the new process."""
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -161,8 +160,7 @@ def _main(words: list[str], said: str, env: dict[str, str], fault: Fault, plots:
     plant.fault(*fault)
     from nsa.cli import main, train
 
-    if not plots:
-        train._plot = lambda *_: None  # a third of the time of such a run
+    train._plot = lambda *_: None  # a third of the time of such a run
     sys.exit(main(words))
 
 

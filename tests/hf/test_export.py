@@ -36,12 +36,12 @@ from nsa.train.data.tokenizer import SEPARATOR, ByteTokenizer
 from nsa.train.pretrained import load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
-from tests.cli.conftest import nsa, refusal, run, tiny
+from tests.cli.conftest import finished, nsa, refusal, run, tiny
 from tests.hf.tiny import tiny as tiny_model
 from tests.hf.tiny import tokens
 from tests.test_house_rules import ROOT
 
-__all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
+__all__ = ["finished", "nsa", "refusal", "run", "tiny"]  # fixtures
 
 
 def trained(folder: Path) -> LanguageModel:

@@ -13,9 +13,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.conftest import Command, nsa, refusal, run, tiny
+from tests.cli.conftest import Command, finished, nsa, refusal, run, tiny
 
-__all__ = ["nsa", "refusal", "run", "tiny"]  # fixtures
+__all__ = ["finished", "nsa", "refusal", "run", "tiny"]  # fixtures
 
 TASKS = Path(__file__).resolve().parents[2] / "docs/lm_eval"
 # of bytes: longer than a window of 64, a whole number of windows, and shorter
