@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,16 +134,29 @@ def inspect_stages(
 
 
 def overwritten_operands(ttgir: str) -> list[str]:
-    """Buffers that both an asynchronous product of Hopper and a load into registers read.
+    """Buffers that an asynchronous product of Hopper may read while a copy overwrites them.
 
-    Triton (3.6, 3.7) reserves one buffer too few for such a tile: the copy for a later step of the
-    loop overwrites it while the product may still read it.
+    A product that nothing in the loop's body waits for may run while the copy for a later step
+    begins. That needs one slot more than there are copies before the loop, which Triton (3.6, 3.7)
+    does not reserve for a tile that is also loaded into registers.
     """
-    buffers = dict(re.findall(r"(%[\w#]+) = ttg\.memdesc_index (%[\w#]+)\[", ttgir))
-    products = re.findall(r"ttng\.warp_group_dot (%[\w#]+), (%[\w#]+), .*isAsync = true", ttgir)
-    read = {buffers.get(operand) for operands in products for operand in operands}
-    loaded = {buffers.get(x) for x in re.findall(r"ttg\.local_load (%[\w#]+)", ttgir)}
-    return sorted(x for x in read & loaded if x is not None)
+    buffers, slots, copies = dict[str, str](), dict[str, int](), Counter[str]()
+    running, found, seen = set[str](), set[str](), set[tuple[str, str]]()
+    for number, line in enumerate(ttgir.splitlines()):  # names are those of the region
+        if made := re.search(r"(%[\w#]+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x", line):
+            buffers[made[1]] = buffer = f"{made[1]}, line {number}"
+            slots[buffer] = int(made[2])
+        elif view := re.search(r"(%[\w#]+) = ttg.memdesc_\w+ (%[\w#]+)(?:\[(%c\d+_i32)\])?", line):
+            buffers[view[1]] = buffer = buffers.get(view[2], "")
+            copies[buffer] += bool(view[3]) and (buffer, view[3]) not in seen
+            seen.add((buffer, view[3]))
+        elif product := re.search(r"warp_group_dot (%[\w#]+), (%[\w#]+),.*isAsync = true", line):
+            running |= {buffers.get(product[1], ""), buffers.get(product[2], "")}
+        elif "pendings = 0" in line:
+            running.clear()
+        elif "scf.yield" in line:
+            found |= {buffer for buffer in running if slots.get(buffer, 2**31) <= copies[buffer]}
+    return sorted(found)
 
 
 @contextmanager
