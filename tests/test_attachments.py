@@ -11,7 +11,6 @@ several devices by hooks (huggingface/transformers#43019).
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 
 from nsa import NativeSparseAttention, native_sparse_attention
-from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
-from nsa.lm.dense_attention import DenseAttention
 from nsa.lm.model import LanguageModel
 from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
 from nsa.ops.projection.layout import split_reference
+from tests.lm.test_decoder import make
 from tests.ops.cases import small
 
 WIDTH = 32
@@ -49,16 +47,6 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.a @ self.b
-
-
-class LowRank(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(len(weight), 2, dtype=weight.dtype) / 4)
-        self.b = nn.Parameter(torch.randn(2, weight.shape[1], dtype=weight.dtype) / 4)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.a @ self.b
 
 
 class Tagged(Tensor):
@@ -123,17 +111,12 @@ def changed(function: Callable[..., Any], *arguments: Any) -> Callable[[nn.Linea
 
 ATTACHED: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "adapter": Adapter,
-    "parametrized": lambda x: changed(
-        parametrize.register_parametrization, "weight", LowRank(x.weight)
-    )(x),
     "weight norm": changed(parametrizations.weight_norm),
-    "spectral norm": lambda x: parametrizations.spectral_norm(x).eval(),
     "pruned": changed(prune.l1_unstructured, "weight", 0.5),
     "bias": with_bias,
     "forward": exchanged_forward,
     "int8": Int8,
     "tensor subclass": tagged,
-    "sequence of modules": lambda x: nn.Sequential(x, nn.Tanh()),
     "forward hook": hooked("register_forward_hook", lambda _, __, out: out * 2),
     "forward pre-hook": hooked("register_forward_pre_hook", lambda _, x: (x[0] + 1,)),
     "backward hook": hooked("register_full_backward_hook", lambda _, grads, __: (grads[0] * 3,)),
@@ -219,14 +202,6 @@ def test_hooks_see_inputs_and_outputs(share_kv):
     assert not seen
 
 
-def test_a_functional_call_uses_the_given_parameters():
-    module, x = layer(), torch.randn(40, WIDTH, dtype=torch.float64)
-    other = {name: value * 1.1 for name, value in module.named_parameters()}
-    expected = copy.deepcopy(module)
-    expected.load_state_dict(other)
-    torch.testing.assert_close(functional_call(module, other, x), expected(x))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own
 def test_function_transforms() -> None:
     """Gradients as autograd's, directional derivatives as differences, a batch as its rows."""
@@ -258,9 +233,6 @@ def test_attached_modules_compile():
     torch.testing.assert_close(compiled(x), by_hand(module, x))
 
 
-CONFIG = LMConfig(
-    vocab_size=40, width=24, num_layers=2, nsa=small(), mlp_hidden_size=32, init_std=0.2
-)
 # Each part of a model to which an adapter for all linear layers goes.
 PARTS = (
     "layers.0.attention.q_proj",
@@ -269,11 +241,6 @@ PARTS = (
     "layers.1.mlp.down_proj",
     "head",
 )
-
-
-def language_model(**changes: Any) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(dataclasses.replace(CONFIG, **changes)).double()
 
 
 def check_decoder(model: LanguageModel, decoder: Decoder) -> None:
@@ -295,7 +262,7 @@ def check_decoder(model: LanguageModel, decoder: Decoder) -> None:
 @pytest.mark.parametrize("attached", ["adapter", "forward hook", "pruned"])
 def test_decoding_calls_attached_modules(attached):
     """A decoder that has used the plain parts calls a changed one."""
-    model = language_model()
+    model = make()
     decoder = Decoder(model, 2, max_tokens=80)
     check_decoder(model, decoder)
     for name in (*PARTS, "embedding", "norm", "layers.0.mlp_norm"):
@@ -310,17 +277,3 @@ def test_decoding_calls_attached_modules(attached):
         setattr(owner, last, other)
         check_decoder(model, decoder)
         setattr(owner, last, part)
-
-
-def test_layers_of_dense_attention_call_attached_modules():
-    torch.manual_seed(0)
-    module = DenseAttention(WIDTH, small()).double()
-    x = torch.randn(30, WIDTH, dtype=torch.float64)
-    before = module(x)
-    adapter = Adapter(module.k_proj)
-    module.k_proj = adapter  # type: ignore[assignment]
-    out = module(x)
-    assert not torch.allclose(out, before)
-    adapter.base.weight.data += (adapter.a @ adapter.b).T
-    module.k_proj = adapter.base
-    torch.testing.assert_close(module(x), out)

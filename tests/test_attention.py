@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from nsa import Rope, native_sparse_attention
-from nsa.config import BRANCHES
-from tests.ops.cases import BATCHES, make_batch, near, small
+from tests.ops.cases import BATCHES, SUBSETS, make_batch, near, small
 from tests.ops.whole import NAMES, make, run, run_oracle
-
-SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
 
 
 @pytest.mark.parametrize(
@@ -37,12 +33,6 @@ def test_keys_and_values_have_their_own_phi(phi):
     near(out, run_oracle(batch, inputs)[0])
 
 
-def test_without_rope():
-    batch = make_batch(small(), *BATCHES["packed"])
-    inputs = make(batch)
-    near(run(batch.config, inputs, None, **batch.kwargs), run_oracle(batch, inputs, rope=False)[0])
-
-
 @pytest.mark.parametrize("dim", [34, 5])
 def test_a_rotation_that_does_not_fit_a_head(dim):
     batch = make_batch(small(), *BATCHES["packed"])
@@ -55,7 +45,10 @@ def test_dense_batch_with_more_keys_than_queries():
     config = small(compress_rope="none")
     batch = make_batch(config, (130, 130), (20, 20))
     inputs = make(batch)
-    out = run(config, inputs.map(lambda x: x.unflatten(0, (2, -1))), Rope.from_config(config))
+    batched: Any = {name: x.unflatten(0, (2, -1)) for name, x in inputs.tensors.items()}
+    batched["q_cmp"] = inputs.q_cmp.unflatten(0, (2, -1))  # type: ignore[union-attr]
+    rope = Rope.from_config(config)
+    out = native_sparse_attention(**batched, phi=None, config=config, rope=rope)
     near(out, run_oracle(batch, inputs)[0].reshape(2, 20, 4, 32))
 
 

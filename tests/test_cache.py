@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ from torch import Tensor
 from nsa import LayerCache, NativeSparseAttention, NSACache, NSAConfig, Sequences
 from nsa.cache import places
 from nsa.cache.chunk import Chunk
-from nsa.config import BRANCHES
 from nsa.ops._packed import locate
-from tests.ops.cases import array, near, offsets, small
+from tests.ops.cases import SUBSETS, array, near, offsets, small
 
 WIDTH = 24
 LONGEST = 100  # n * l' = 64 and w = 32: sparse
 MOST = 600
-SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
 
 
 def layer(config: NSAConfig, seed: int = 0) -> NativeSparseAttention:

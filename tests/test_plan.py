@@ -402,14 +402,6 @@ def test_a_cpu(capsys):
     assert "the run must fit into the 0.5 GiB of CPU, got 1.0 GiB" in said.err
 
 
-def test_committed_rows_give_the_speed(capsys):
-    words = ["plan", "78m", "--gpu", "h200", "--json", "--checkpointing.policy", "full"]
-    assert cli.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["speed_from"].startswith("measured: seed, nsa, S 2,048")
-    assert "checkpointing full" in found["speed_from"]
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -112,14 +112,10 @@ H200 = tunings(90)[1]
         (Tuning(89), "some_kernel", 128, 0, 101_377, "of shared memory"),
         (Tuning(89), "some_kernel", 128, 8, 0, "more than 0 bytes of stack"),
         (Tuning(89), "some_kernel", 192, 8, 0, "more than 0 bytes of stack, lenient"),
-        (Tuning(89), "some_kernel", 192, 8, 101_377, "of shared memory"),
         # Stack that is allowed belongs to a row of a table.
         (H200, "select_kernel", 128, 256, 0, ""),
         (H200, "select_kernel", 128, 264, 0, "more than 256 bytes of stack"),
-        (H200, "selected_dq_kernel", 128, 8, 0, "more than 0 bytes of stack"),
         (Tuning(90), "select_kernel", 128, 8, 0, "more than 0 bytes of stack"),
-        (H200, "range_dkv_kernel", 80, 256, 0, ""),
-        (H200, "range_dq_kernel", 80, 8, 0, "more than 0 bytes of stack"),
     ],
 )
 def test_faults(tuning, kernel, size, stack, shared, rule):

@@ -377,9 +377,6 @@ def test_the_command(tmp_path, monkeypatch, command, refusal):
     config = AutoConfig.from_pretrained("other").lm.nsa
     assert (config.num_selected_blocks, config.num_init_blocks) == (8, 2)
     assert (config.num_local_blocks, config.block_size, config.scores) == (3, 16, "compressed")
-    x = tokens(1, 2 * SAME)
-    models = [AutoModelForCausalLM.from_pretrained(name) for name in ("dense", "other")]
-    torch.testing.assert_close(*(m(x).logits for m in models), rtol=0, atol=1e-4)
     if find_spec("gguf") is None:
         Path("model.gguf").touch()
         assert "without the package gguf, got model.gguf" in refusal("convert model.gguf more")

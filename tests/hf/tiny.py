@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from nsa.hf import NSAForCausalLM, NSALMConfig
-from nsa.lm.config import LMConfig
-from tests.ops.cases import small
+from tests.lm.test_decoder import make
 
 VOCAB = 40
-SIZES = {"vocab_size": VOCAB, "width": 24, "num_layers": 2, "mlp_hidden_size": 32, "init_std": 0.2}
 
 
 def tiny(**changes: Any) -> NSAForCausalLM:
     """In fp64, with every parameter drawn at random."""
-    pattern = {key: changes.pop(key) for key in list(changes) if hasattr(small(), key)}
-    config = LMConfig(**{**SIZES, "nsa": small(**pattern), **changes})
-    torch.manual_seed(0)
-    return NSAForCausalLM(NSALMConfig.of(config)).double().eval()
+    model = make(**changes)
+    return NSAForCausalLM(NSALMConfig.of(model.config), model).eval()
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:

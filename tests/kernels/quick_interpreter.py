@@ -218,41 +218,6 @@ def equal_types(original: Any) -> Any:
     return lambda self, other: self is other or original(self, other)
 
 
-def unwrap(original: Any) -> Any:
-    """Replaces ``_unwrap_if_constexpr``."""
-    plain = {core.tensor, int, float, bool, type(None), core.dtype, core.block_type}
-
-    def unwrap_if_constexpr(x: Any) -> Any:
-        kind = type(x)
-        if kind is core.constexpr:
-            return x.value
-        return x if kind in plain else original(x)
-
-    return unwrap_if_constexpr
-
-
-def fits() -> Any:
-    """Replaces ``_validate_np_data_size``."""
-    most: dict[str, float] = {}  # bytes of an element
-
-    def data_fit(data: Any, dtype: Any) -> bool:
-        name = dtype.name
-        if name not in most:
-            pointer = isinstance(dtype, core.pointer_type)
-            most[name] = float("inf") if pointer else max(8, dtype.primitive_bitwidth) // 8
-        return data.itemsize <= most[name]
-
-    return data_fit
-
-
-def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-    """Replaces ``TensorHandle.__init__``."""
-    self.data, self.dtype = data, dtype
-    self.attr = {} if attr is None else attr
-    if not interpreter._validate_np_data_size(data, dtype):
-        self.__post_init__()  # which says what is wrong
-
-
 def constants(original: Any) -> Any:
     """Replaces ``scalar_constant``."""
     arrays: dict[tuple[Any, str], Any] = {}
@@ -280,37 +245,6 @@ def spread(data: Any, sizes: tuple[int, ...]) -> Any:
     out = np.empty(sizes, data.dtype)
     out[...] = data
     return out
-
-
-def expand(original: Any) -> Any:
-    """Replaces ``expand_dims``."""
-
-    def expand_dims(self: Any, x: Any, axis: int) -> Any:
-        if axis < 0 or not x.type.is_block():
-            return original(self, x, axis)
-        sizes = x.handle.data.shape
-        sizes = (*sizes[:axis], 1, *sizes[axis:])
-        handle = interpreter.TensorHandle(x.handle.data.reshape(sizes), x.dtype)
-        return core.tensor(handle, core.block_type(x.dtype, sizes))
-
-    return expand_dims
-
-
-def convert(original: Any) -> Any:
-    """Replaces ``cast``."""
-    whole = ("int1", "int32", "int64")
-    plain = {(a, b) for a in whole for b in ("int32", "int64", "fp32", "fp64")} | {("fp32", "fp64")}
-
-    def cast(self: Any, x: Any, wanted: Any, *rounding: Any, **more: Any) -> Any:
-        a, b = x.dtype.name, wanted.scalar.name
-        if a == b or (a, b) not in plain:
-            return original(self, x, wanted, *rounding, **more)
-        wanted = wanted.scalar
-        data = x.handle.data.astype(interpreter._get_np_dtype(wanted))
-        kind = x.type.with_element_ty(wanted) if x.type.is_block() else wanted
-        return core.tensor(interpreter.TensorHandle(data, wanted), kind)
-
-    return cast
 
 
 def broadcast(original: Any) -> Any:
@@ -391,17 +325,12 @@ def install() -> None:
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = once_a_type(interpreter._get_np_dtype)
-    interpreter._validate_np_data_size = fits()
-    interpreter.TensorHandle.__init__ = init_handle
     assert not builder.options.debug  # otherwise overflows are asserted
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     core.block_type.__init__ = init_type
     core.block_type.with_element_ty = with_element_ty
     core.tensor.__init__ = init_tensor
     core.dtype.__eq__ = equal_types(core.dtype.__eq__)
-    core._unwrap_if_constexpr = unwrap(core._unwrap_if_constexpr)
     semantic.scalar_constant = constants(semantic.scalar_constant)
-    semantic.expand_dims = expand(semantic.expand_dims)
-    semantic.cast = convert(semantic.cast)
     semantic.broadcast_impl_value = broadcast(semantic.broadcast_impl_value)
     semantic.binary_op_type_checking_impl = operands(semantic.binary_op_type_checking_impl)

@@ -63,7 +63,7 @@ def sum_of(case: Case, head: Head, function: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "all"])
 def test_compiled_and_recomputed(selected):
     """The same bits in a compiled graph and with activation checkpointing."""
-    case, head = Case(heads(2), (70, 3), (12, 3)), Head(2, selected=selected)
+    case, head = Case(heads(2), (70, 3), (5, 3)), Head(2, selected=selected)
     compiled = torch.compile(index_loss, fullgraph=True, backend="aot_eager")
     expected = sum_of(case, head, index_loss)
 
@@ -92,16 +92,17 @@ def test_nan_is_seen(backend, selected, name, whole):
 
     With kernels it does not reach the gradients of the other sequence.
     """
-    case = Case(heads(2), (80, 66), backend=backend)
+    case = Case(heads(2), (80, 66), (10, 6), backend=backend)
     (q_idx, k_idx, q, k), _ = inputs_of(case, Head(2))
     named: dict[str, Any] = {"q_idx": q_idx, "k_idx": k_idx, "q": q, "k": k}
-    rows = slice(80) if whole else {"q": 79, "k": 20}[name[0]]
-    named[name][rows, 0, 0] = torch.nan
+    some, every = {"q": (9, slice(10)), "k": (20, slice(80))}[name[0]]
+    named[name][every if whole else some, 0, 0] = torch.nan
     leaves = [named[key].requires_grad_() for key in ("q_idx", "k_idx")]
-    ids = torch.tensor([0, 1, 2, -1]).int().expand(146, 1, 4) if selected else None
+    ids = torch.tensor([0, 1, 2, -1]).int().expand(16, 1, 4) if selected else None
     options = case.offsets(case.inputs())
     total, _ = index_loss(**named, block_indices=ids, config=case.config, **options)
     assert total.isnan()
     if backend == "triton":
-        for gradient in torch.autograd.grad(total, leaves):
-            assert not gradient[80:].isnan().any()
+        dq, dk = torch.autograd.grad(total, leaves)
+        assert not dq[10:].isnan().any()
+        assert not dk[80:].isnan().any()

@@ -118,7 +118,7 @@ def test_mistakes_are_named(word, error):
 
 # --- the model ------------------------------------------------------------------------------------
 def test_output_is_that_of_the_layers_one_by_one():
-    """Modules that are made from patterns written out here, and softmax by hand."""
+    """Modules that are made from patterns written out here."""
     model, x = make(**MIXED), torch.randint(40, (3, 90))
     block = {"block_size": 32, "compress_block_size": 16, "compress_stride": 8, "num_kv_heads": 4}
     base = dataclasses.asdict(model.config.nsa)
@@ -130,24 +130,11 @@ def test_output_is_that_of_the_layers_one_by_one():
             module = NativeSparseAttention(24, NSAConfig(**{**base, **changes})).double()
             module.load_state_dict(layer.attention.state_dict())
             found = module(normed)
-        else:
-            dense = layer.attention
-            q, k, v = dense._project(normed.flatten(0, 1), sequences_of(x), None)
-            q, k, v = (y.unflatten(0, x.shape).transpose(1, 2) for y in (q, k, v))
-            k, v = (y.repeat_interleave(2, 1) for y in (k, v))
-            scores = q @ k.mT * 16**-0.5
-            mask = torch.ones(90, 90, dtype=torch.bool).tril()
-            out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-            found = dense.o_proj(out.transpose(1, 2).flatten(-2))
+        else:  # by a formula: test_dense_attention.py
+            found = layer.attention(normed)
         expected = expected + found
         expected = expected + layer.mlp(layer.mlp_norm(expected))
     torch.testing.assert_close(model(x), model.head(model.norm(expected)), rtol=1e-9, atol=1e-10)
-
-
-def sequences_of(x: torch.Tensor) -> Any:
-    from nsa.ops._sequences import Sequences
-
-    return Sequences(None, x.shape[0], x.shape[1], x.shape[1], x.device)
 
 
 def test_parameters_and_operations():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig
+from nsa.config import BRANCHES
 from tests import oracle
 
 # The small pattern: truly sparse from 128 tokens on (n * l' = 64 <= S / 2 and w = 32 <= S / 4).
@@ -29,6 +30,9 @@ SMALL = NSAConfig(
     window_size=32,
     rope_theta=256.0,
 )
+
+# All sets of branches.
+SUBSETS = [tuple(c) for size in (1, 2, 3) for c in itertools.combinations(BRANCHES, size)]
 
 SHORT = (0, 1, 7, 8, 9, 15, 16, 17, 33)
 

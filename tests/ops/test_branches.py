@@ -169,14 +169,3 @@ def test_combine(on):
         else:
             near(grad(out), array(gates)[..., c, None] * array(d_total))
             near(grad(gates)[..., c], (array(out) * array(d_total)).sum(-1))
-
-
-def test_combine_of_low_precision_with_gates_in_fp32():
-    batch = make_batch(small(), (130,))
-    outputs = [batch.normal(130, 4, 32).bfloat16() for _ in range(3)]
-    gates = batch.gates().float()
-    cmp, slc, win = outputs
-    total = combine(cmp, slc, win, gates)
-    assert total.dtype == torch.bfloat16
-    wanted = oracle.combine([array(x) for x in outputs], array(gates))
-    assert np.linalg.norm(array(total) - wanted) / np.linalg.norm(wanted) < 2**-8

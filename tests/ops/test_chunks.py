@@ -10,44 +10,30 @@ import torch
 import nsa
 from nsa.ops import _chunks
 from nsa.ops.selection import reference as selection
+from nsa.testing import make_inputs
+from tests.ops.cases import small
+from tests.ops.public import cu, named_tensors
 
 PATTERN: dict[str, Any] = {
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "value_dim": 32,
     "compress_block_size": 16,
     "compress_stride": 8,
     "block_size": 32,
     "num_selected_blocks": 6,
     "window_size": 48,
-    "phi": "mean",
 }
-OFFSETS = {  # of queries, of keys, number of keys
-    "packed": ([0, 3, 100, 100, 433, 700], None, 700),
-    "more keys": ([0, 300, 700], [0, 450, 1000], 1000),
+LENGTHS = {  # of keys, of queries
+    "packed": ((3, 97, 0, 333, 267), None),
+    "more keys": ((450, 550), (300, 400)),
 }
 
 
-def inputs_of(config, num_keys):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(tokens, heads, size):
-        return torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
-
-    sizes = (config.head_dim, config.value_dim) * 3
-    q = normal(700, config.num_heads, config.head_dim)
-    keys = [normal(num_keys, config.num_kv_heads, size) for size in sizes]
-    gates = torch.rand(700, config.num_heads, 3, generator=generator, dtype=torch.float64)
-    index = {}
-    if config.has_index:
-        heads = config.scoring
-        index["q_idx"] = normal(700, heads.num_heads, heads.head_dim)
-        index["k_idx"] = normal(num_keys, heads.num_kv_heads, heads.head_dim)
-    return (q, *keys, gates, None, config), index
+def inputs_of(lengths_k=(700,), lengths_q=None, **changes):
+    config = small(**PATTERN | changes)
+    x = make_inputs(config, lengths_k, lengths_q, dtype=torch.float64)
+    return {**named_tensors(x), **cu(x), "phi": None, "config": config}
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -64,43 +50,42 @@ def inputs_of(config, num_keys):
     ],
     ids=str,
 )
-def test_chunks_equal_the_reference(monkeypatch, changes, offsets):
-    config = nsa.NSAConfig(**PATTERN | changes)
-    cu_q, cu_k, num_keys = OFFSETS[offsets]
-    given, index = inputs_of(config, num_keys)
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        index[name] = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    expected = nsa.native_sparse_attention(*given, **index)
+def test_chunks_equal_the_reference(monkeypatch, changes, lengths):
+    given = inputs_of(*LENGTHS[lengths], **changes)
+    expected = nsa.native_sparse_attention(**given)
     monkeypatch.setattr(_chunks, "_LONG", 1)
     monkeypatch.setattr(selection, "_KEYS", 64)
-    found = nsa.native_sparse_attention(*given, **index)
+    found = nsa.native_sparse_attention(**given)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_any_layout_of_the_inputs(monkeypatch):
     """Heads before tokens in memory, as other attention layers have them."""
-    config = nsa.NSAConfig(**PATTERN | {"scores": "token_max"})
-    given, _ = inputs_of(config, 700)
-    expected = nsa.native_sparse_attention(*given)
-    moved = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given[:7]]
+    given = inputs_of(scores="token_max")
+    expected = nsa.native_sparse_attention(**given)
+    moved = {
+        name: x.transpose(0, 1).contiguous().transpose(0, 1)
+        for name, x in given.items()
+        if name[0] in "qkv"
+    }
     monkeypatch.setattr(_chunks, "_LONG", 1)
-    found = nsa.native_sparse_attention(*moved, *given[7:])
+    found = nsa.native_sparse_attention(**given | moved)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_gradients_need_the_whole_call(monkeypatch):
     monkeypatch.setattr(_chunks, "_LONG", 1)
-    given, _ = inputs_of(nsa.NSAConfig(**PATTERN), 700)
-    q = given[0].requires_grad_()
-    nsa.native_sparse_attention(*given).sum().backward()
+    given = inputs_of()
+    q = given["q"].requires_grad_()
+    nsa.native_sparse_attention(**given).sum().backward()
     assert q.grad is not None
     assert q.grad.abs().sum() > 0
 
 
 def test_memory_is_linear():
-    """Scores of 262,144 queries and keys would take 256 GiB."""
-    config = nsa.NSAConfig(**PATTERN | {"num_heads": 1, "num_kv_heads": 1})
-    q, v = torch.zeros(262144, 1, 16), torch.zeros(262144, 1, 32)
+    """Scores of 131,072 queries and keys would take 64 GiB."""
+    config = small(num_heads=1, num_kv_heads=1)
+    q, v = torch.zeros(131072, 1, 16), torch.zeros(131072, 1, 32)
     with torch.inference_mode():
         out, _ = nsa.window_attention(q, q, v, config)
-    assert out.shape == (262144, 1, 32)
+    assert out.shape == (131072, 1, 32)

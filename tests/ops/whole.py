@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,6 @@ class Inputs:
     phi_k: dict[str, Tensor]
     phi_v: dict[str, Tensor]
     q_cmp: Tensor | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """Copy with ``change`` applied to every tensor."""
-        tensors = {name: change(x) for name, x in self.tensors.items()}
-        q_cmp = None if self.q_cmp is None else change(self.q_cmp)
-        phi_k, phi_v = (
-            {name: change(x) for name, x in phi.items()} for phi in (self.phi_k, self.phi_v)
-        )
-        return Inputs(tensors, phi_k, phi_v, q_cmp)
 
 
 def phi_parameters(batch: Batch, size: int) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa import select_blocks
 from nsa.ops.selection.reference import coarse_keys
-from nsa.testing import make_inputs, packed_offsets, sampled
-from nsa.testing.sampled import Sample, sample_rows, sampled_selection, sampled_values
+from nsa.testing import packed_offsets, sampled
+from nsa.testing.sampled import Sample, sample_rows, sampled_selection
 from tests.ops.cases import small
 from tests.ops.public import RUNS, Case, Results, check_selection, scoring_keys, select
 
@@ -186,14 +186,3 @@ def test_sampled_rows_hold_the_edges():
     assert 30 < rows.numel() <= 40
     assert sample_rows(packed_offsets([0, 0]), 4).numel() == 0
     assert sample_rows(packed_offsets([1]), 8).tolist() == [0]
-
-
-def test_sequences_too_short_for_a_block():
-    """No compressed row at all: outputs of the branch are 0, gradients too."""
-    x, rows = make_inputs(CONFIG, (5, 0, 7)), torch.arange(12)
-    config = dataclasses.replace(CONFIG, branches=("cmp",))
-    given = {**vars(x), "dout": torch.ones(12, 6, 32, dtype=torch.float64)}
-    sample = Sample(rows, rows, x.cu_seqlens_q, x.cu_seqlens_k)
-    found = sampled_values("attention", given, sample, config, torch.float64)
-    assert set(found) == {"out", "dq", "dgates", "dk_cmp_raw", "dv_cmp_raw"}
-    assert all(len(values) == 12 and not bool(values.any()) for _, values in found.values())
