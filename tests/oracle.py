@@ -67,7 +67,16 @@ def frequency(m: int, dim: int, theta: float, scaling: Any = None) -> float:
     plain = theta ** (-2.0 * m / dim)
     if scaling is None:
         return plain
-    assert scaling.kind == "yarn"  # other kinds beside transformers: tests/hf/test_convert.py
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        wavelength, original = 2 * math.pi / plain, scaling.original_max_position
+        if wavelength < original / scaling.beta_fast:
+            return plain
+        if wavelength > original / scaling.beta_slow:
+            return plain / scaling.factor
+        kept = (original / wavelength - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)
+        return (1 - kept) * plain / scaling.factor + kept * plain
 
     def pair(turns: float) -> float:
         """The pair, not rounded, that turns so often within the original length."""
@@ -96,7 +105,11 @@ def rotate(
     """
     dim = x.shape[-1] if rotary_dim is None else rotary_dim
     half = dim // 2
-    size = 1.0 if scaling is None else 0.1 * math.log(scaling.factor) + 1.0
+    size = (
+        0.1 * math.log(scaling.factor) + 1.0
+        if scaling is not None and scaling.kind == "yarn"
+        else 1.0
+    )
     out = np.array(x, dtype=np.float64)
     for r, position in enumerate(positions):
         for h in range(x.shape[1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 import re
 from typing import Any
 
@@ -192,9 +193,30 @@ def test_every_section_checks_its_types(cls, values, message):
         cls(**values)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_selected_blocks": 1, "num_init_blocks": 0, "num_local_blocks": 1},
+        {"num_heads": 64, "num_kv_heads": 1, "head_dim": 16, "value_dim": 256},
+        {"compress_block_size": 64, "window_size": 1, "rotary_dim": 2, "branches": ["win"]},
+        {"compress_block_size": 8, "compress_stride": 4, "block_size": 16},
+    ],
+)
+def test_accepted(changes):
+    NSAConfig(**changes)
+
+
 def test_branches_have_one_order():
     assert NSAConfig(branches=("win", "cmp")).branches == ("cmp", "win")
     assert NSAConfig(branches=("win", "slc", "cmp")) == NSAConfig()
+
+
+def test_frozen_and_comparable():
+    config = NSAConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_heads = 3  # type: ignore[misc]
+    assert hash(config) == hash(NSAConfig())
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(

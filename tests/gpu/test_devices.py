@@ -14,6 +14,7 @@ from nsa.lm.config import LMConfig
 from nsa.lm.decoder import Decoder
 from tests.gpu.matrix import MATRIX, SEED, seed_case
 from tests.gpu.test_execution import Step
+from tests.hf.tiny import left_padded
 from tests.ops.public import CHECKS
 
 SECOND = "cuda:1"
@@ -95,3 +96,10 @@ def test_decoder_on_the_second_gpu(attention):
         return found
 
     same_bits(run)
+
+
+@ATTENTION
+def test_transformers_generate_on_the_second_gpu(attention):
+    model, (row, other) = new_model(attention), new_tokens(1200).cpu()
+    batch = {name: x.to(SECOND) for name, x in left_padded([row, other[:50]]).items()}
+    same_bits(lambda: [model.generate(**batch, max_new_tokens=12, do_sample=False)])

@@ -174,6 +174,26 @@ def test_prompt_lookup(number):
         torch.testing.assert_close(again, logits, rtol=0, atol=1e-4)
 
 
+def test_beams():
+    """Their scores are those of the reference in fp64, and so are texts but for a near tie."""
+    model = new_model()
+    rows = [torch.tensor(prompt) for prompt in make_prompts((500, 40), 256)]
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    wanted = deepcopy(model).double().generate(**left_padded(rows), **options)
+    found = model.to(DEVICE).generate(**on_device(rows), **options)
+    scores = found.sequences_scores.double().cpu()
+    torch.testing.assert_close(scores, wanted.sequences_scores.double(), rtol=1e-3, atol=1e-3)
+    texts = (found.sequences[:, -8:].cpu() == wanted.sequences[:, -8:]).all(1)
+    assert texts.sum() >= 4
+
+
 # --------------------------------------------------------------------------------------------------
 # Trainer
 

@@ -49,6 +49,26 @@ def test_parameters_of_the_78m_configuration(changes, total, gates):
     assert f"{total / 1e6:.1f}M parameters" in model.parameter_summary()
 
 
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("mlp", ["silu", "swiglu"])
+def test_parameter_parts_by_hand(phi, mlp):
+    model = make("nsa", mlp=mlp, nsa=dataclasses.replace(PATTERN, phi=phi))
+    size, length = PATTERN.head_dim, PATTERN.compress_block_size
+    linear = length * size
+    phi_head = {"mean": 0, "linear": linear, "mlp": linear + 2 * size**2 * (length + 1)}[phi]
+    layers = SMALL.num_layers
+    expected = {
+        "embedding": 61 * 32,
+        "attention": layers * (2 * 32 * 64 + 6 * 32 * 32),
+        "gate": layers * (32 + 1) * 3 * 4,
+        "phi": layers * 2 * 2 * phi_head,
+        "mlp": layers * (3 if mlp == "swiglu" else 2) * 32 * 64,
+        "norm": (2 * layers + 1) * 32,
+        "head": 61 * 32,
+    }
+    assert model.num_parameters() == {**expected, "total": sum(expected.values())}
+
+
 def test_mlp_formulas():
     x = torch.randn(5, 32)
     plain, gated = MLP(SMALL), MLP(dataclasses.replace(SMALL, mlp="swiglu"))
@@ -123,7 +143,7 @@ def test_flops_of_an_index(keys, heads):
 @pytest.mark.parametrize("tie_head", [False, True])
 @pytest.mark.parametrize(
     ("attention", "vocab", "width", "layers", "mlp"),
-    [("nsa", 8192, 64, 2, "silu"), ("dense", 256, 1024, 1, "swiglu")],
+    [("nsa", 256, 128, 4, "silu"), ("dense", 256, 1024, 1, "swiglu"), ("nsa", 8192, 64, 1, "silu")],
 )
 def test_first_loss_is_that_of_a_uniform_guess(attention, tie_head, vocab, width, layers, mlp):
     torch.manual_seed(3)
