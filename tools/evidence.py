@@ -13,6 +13,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -204,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--data", type=Path, required=True, help="books, made by nsa data prepare")
     run.add_argument("--out", type=Path, required=True, help="folder for everything")
     run.add_argument("--only", nargs="+", help="some experiments, such as 2k/nsa-1337, or groups")
-    run.add_argument("--part", default="0/1", help="every so many of them, such as 1/4")
+    run.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every N-th of them, from the I-th"
+    )
     run.add_argument("--commit", help="commit to record if the checkout has no git")
     report = commands.add_parser("report", help="write the tables of the committed rows")
     report.add_argument("--rows", type=Path, default=Path("benchmarks/quality"), help="the rows")
@@ -215,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [one for one in known if not options.only or {one.group, one.folder} & {*options.only}]
     if unknown := {*(options.only or ())} - {x for one in known for x in (one.group, one.folder)}:
         parser.error(f"--only must name experiments or groups, got {', '.join(sorted(unknown))}")
+    if not re.fullmatch(r"\d+/[1-9]\d*", options.part):
+        parser.error(f"--part must be I/N such as 1/4, got {options.part}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     first, every = map(int, options.part.split("/"))
     return run_all(chosen[first::every], options.data, options.out, options.commit)
