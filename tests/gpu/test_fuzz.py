@@ -16,18 +16,13 @@ from tests.ops.public import CHECKS, Case
 
 # their kernels are compiled by now
 NAMES = ("bf16 G6 D64", "bf16 G3 D32 small", "fp16 G2 D192/128 small", "fp32 G3 D16 l'=32")
-EXAMPLES = 60
 
 
 @st.composite
 def cases(draw: st.DrawFn, like: Case) -> Case:
-    """A sequence mostly longer than the selected blocks, and others; at times fewer queries."""
+    """A sequence longer than the selected blocks, and others; at times fewer queries."""
     covered = like.config.num_selected_blocks * like.config.block_size
-    long = draw(
-        st.one_of(
-            *[st.integers(covered + 1, covered + 900)] * 4, st.integers(300, max(covered, 300))
-        )
-    )
+    long = draw(st.integers(covered + 1, covered + 900))
     lengths = draw(st.lists(st.one_of(st.integers(0, 80), st.integers(0, 700)), max_size=6))
     lengths.insert(draw(st.integers(0, len(lengths))), long)
     queries = None
@@ -40,18 +35,12 @@ def cases(draw: st.DrawFn, like: Case) -> Case:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_lengths(name):
-    num_sparse = 0
-    like = MATRIX[name]
-
     @seed(1)
     @settings(
-        max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
-    @given(case=cases(like), operator=st.sampled_from(["whole", *CHECKS]))
+    @given(case=cases(MATRIX[name]), operator=st.sampled_from(["whole", *CHECKS]))
     def run(case, operator):
-        nonlocal num_sparse
         CHECKS[operator](case)
-        num_sparse += max(case.lengths_k) > like.config.num_selected_blocks * like.config.block_size
 
     run()
-    assert num_sparse >= EXAMPLES / 2
