@@ -13,10 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from nsa import PhiWeights, Rope, select_blocks
-from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import Streams
 from nsa.ops._triton.tiles import cos_sin
@@ -26,7 +24,6 @@ from nsa.ops.projection import kernels as projection_launch
 from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import launch
 from nsa.ops.selection import launch as selection_launch
-from nsa.ops.selection.reference import SelectionInputs, new_selection
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
 from tests.ops.properties import equal_bits
@@ -474,16 +471,17 @@ def test_combination_of_some_branches():
         check_combine(Case(NARROW, (20,)), branches)
 
 
-def test_random_scores_read_nothing_on_the_host():
-    """As a CUDA graph needs: a read would raise for tensors without contents."""
-    with FakeTensorMode():
-        case = Case(heads(2, 2, scores="random"), (84, 9))
-        q, k = torch.empty(93, 4, 16), torch.empty(93, 2, 16)
-        sequences = Sequences((torch.empty(3).int(),) * 2, 2, 84, 84, q.device)
-        out = new_selection(q, case.config)
-        inputs = SelectionInputs(q, k, None)
-        selection_launch.run_selection(inputs, Call(case.config, sequences, 1.0), out)
-    assert out.shape == (93, 2, 4)
+def test_random_blocks_are_those_of_the_reference():
+    """In several steps over the blocks of a sequence."""
+    config, offsets = heads(2, 2, scores="random"), torch.tensor([0, 700, 701, 701, 791]).int()
+    assert 700 // config.block_size > selection_launch.RANDOM_BLOCKS
+    q, k = torch.empty(791, 4, 16), torch.empty(791, 2, 16)
+    assert torch.equal(
+        *(
+            select_blocks(q, k, None, config, cu_seqlens_q=offsets, max_seqlen_q=700, backend=name)
+            for name in ("triton", "reference")
+        )
+    )
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -159,6 +159,7 @@ def variations() -> list[Case]:
         {"scores": "token_max", "block_size": 16, "compress_block_size": 16},
         {"scores": "token_max", "block_size": 128, "branches": ("slc",)},
         {"scores": "token_max", "score_precision": "fp8"},
+        {"scores": "random"},
         {"scores": "index"},
         {"scores": "index", "index_dim": 32, "index_heads": 4, "index_keys": "shared"},
     ]

@@ -18,11 +18,11 @@ from nsa.ops._triton.kernel import Launch
 from nsa.ops._triton.token_lse import token_lse
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.selection.kernels import Scoring, select_kernel
+from nsa.ops.selection.random import select_random_kernel
 from nsa.ops.selection.reference import (
     SelectionInputs,
     blocks_to_fp8,
     coarse_keys,
-    select_blocks_reference,
     to_fp8,
 )
 from nsa.ops.selection.token_max import select_token_max_kernel
@@ -34,8 +34,10 @@ PRODUCT_KEYS = 64
 PRODUCT_BYTES = 32 * 1024
 # Tokens per product of the log-sum-exp over forced blocks.
 LSE_KEYS = 32
-# Most scores in one step of the selection by tokens.
+# Most scores in one step of the selection by tokens or at random.
 STEP_SCORES = 2048
+# Blocks in one step of the selection at random.
+RANDOM_BLOCKS = 32
 # Limit on the shared memory for queries that stay on chip, for each query of a tile.
 KEPT_BYTES = 1024
 
@@ -109,8 +111,8 @@ def check_fp8(capability: tuple[int, int]) -> None:
 def run_selection(inputs: SelectionInputs, call: Call, out: Tensor) -> None:
     """Write the selected blocks to ``out``, int32 ``[T, Hkv, n]``."""
     config, by_token = call.config, call.config.scoring.scores == "token_max"
-    if config.scores == "random":  # a control in experiments: eager PyTorch, without kernels
-        out.copy_(select_blocks_reference(inputs, call))
+    if config.scores == "random":
+        _select_at_random(out, call)
         return
     keys = KeyRange.of_tokens(call) if by_token else KeyRange.of_blocks(call)
     check_queries(inputs.q)
@@ -212,6 +214,32 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
     first, second = once(plans)
     first(q, k, lse, *numbers)
     second(low, low_k, q_scale, k_scale, lse, out, *numbers)
+
+
+def _select_at_random(out: Tensor, call: Call) -> None:
+    """Write out, int32 ``[T, Hkv, n]``."""
+    if out.shape[0] == 0:
+        return
+
+    def plan() -> Launch:
+        selection, size = Selection.of(call.config), call.config.block_size
+        width = next_power_of_2(selection.num_blocks)
+        step = max(width, RANDOM_BLOCKS)
+        rows = max(16, STEP_SCORES // step)
+        tiles = call.sequences.num_tiles(out.shape[0], rows, call.sequences.len_q)
+        return Launch(
+            select_random_kernel,
+            (tiles, out.shape[1]),
+            num_init=selection.num_init,
+            num_local=selection.num_local,
+            HKV=out.shape[1],
+            SCORING=Scoring(1, 1, size, selection.num_blocks, width),
+            COUNTS=selection.counts,
+            BLOCK_Q=rows,
+            BLOCK_J=step,
+        )
+
+    once(plan)(out, *call.sequences.arguments())
 
 
 def constants_of(
