@@ -130,7 +130,8 @@ class Gate(nn.Module):
         if config.gate == "fixed":
             return
         branches = tuple(BRANCHES.index(name) for name in config.branches)
-        self.columns = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
+        sharpness = 1.0 / config.gate_temperature if config.gate == "softmax" else 0.0
+        self.columns = Gates(config.num_heads, branches, sharpness)
         size = config.gate_hidden_size or width
         last = GateLinear(size, self.columns.columns, config.gate_bias)
         if config.gate_hidden_size:

@@ -23,9 +23,8 @@ from torch.nn.utils import parametrizations, prune
 from nsa import NativeSparseAttention, native_sparse_attention
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
-from nsa.ops._packed import locate
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.layout import split_reference
+from nsa.ops.projection import project
 from tests.lm.test_decoder import make
 from tests.ops.cases import small
 
@@ -141,8 +140,8 @@ def by_hand(module: NativeSparseAttention, x: Tensor) -> Tensor:
             product = norm(product.unflatten(-1, (-1, module.config.head_dim))).flatten(-2)
         products.append(product)
     sequences = Sequences(None, 1, len(x), len(x), x.device)
-    _, positions, _ = locate(len(x), sequences.cu_q)
-    found = split_reference(products, None, positions, module._without_gates, module.rope)
+    given = torch.cat(products, -1), (), None, module._without_gates, sequences, module.rope
+    found = project(*given, backend="reference")
     inputs = module.attention_inputs([*found, module.gate(x)], x)
     options: dict[str, Any] = {"q_cmp": inputs.q_cmp, "rope": module.rope, "backend": "reference"}
     options["config"] = module.config

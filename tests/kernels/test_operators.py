@@ -426,7 +426,7 @@ def test_gates_of_a_projection(changes):
 
 
 def test_heads_of_many_tokens_in_fewer_programs(monkeypatch):
-    monkeypatch.setattr(projection_launch, "SOME_TOKENS", 0)
+    monkeypatch.setattr(projection_launch, "PROGRAMS", projection_launch.PROGRAMS[-1:])
     check_project(Case(NARROW, (70, 3)))
 
 

@@ -35,7 +35,7 @@ CASE = Case(CONFIG, (18, 3))
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Those of a projection share its heads, each for few tokens."""
-    with mock.patch.multiple(projection, FEW_TOKENS=0, SOME_TOKENS=0):
+    with mock.patch.object(projection, "PROGRAMS", projection.PROGRAMS[-1:]):
         yield
 
 

@@ -479,8 +479,8 @@ def check_project(case: Case) -> None:
         Heads(1, rope.dim, (True,), rope.dim // 2, detached=True),
     )
     branches = tuple(BRANCHES.index(name) for name in config.branches)
-    assert config.gate != "fixed"
-    gates = Gates(config.num_heads, branches, config.gate, config.gate_temperature)
+    sharpness = 1.0 / config.gate_temperature if config.gate == "softmax" else 0.0
+    gates = Gates(config.num_heads, branches, sharpness)
     columns = Columns(parts, gates)
     width, num_tokens = 24, sum(case.lengths_k)
     whole = dataclasses.replace(case, lengths_q=None)

@@ -15,14 +15,8 @@ from nsa.ops._layout import packed, padded
 from nsa.ops._packed import locate
 from nsa.ops._register import register
 from nsa.ops._sequences import Sequences
-from nsa.ops.projection.layout import (
-    Columns,
-    Gates,
-    Heads,
-    activate,
-    split_reference,
-)
-from nsa.rope import Rope
+from nsa.ops.projection.layout import Columns, Gates, Heads, activate
+from nsa.rope import Rope, apply_rope
 
 __all__ = ["Columns", "Gates", "Heads", "activate", "project"]
 
@@ -64,8 +58,8 @@ def project(
         ValueError: a weight has another shape than its columns.
     """
     shapes = [(size, x.shape[-1]) for size in columns.sizes]
-    found = [tuple(weight.shape) for weight in weights]
-    check(found in ([], shapes), "weights", f"have shapes {shapes}", found)
+    given = [tuple(weight.shape) for weight in weights]
+    check(given in ([], shapes), "weights", f"have shapes {shapes}", given)
     device = x.device.type
     if choose_backend(backend, x, "x") == "reference":
         parts = zip(weights, columns.detached, strict=False)
@@ -74,14 +68,23 @@ def project(
         sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
         if before is not None:
             positions = positions + before[sequence]
-        return split_reference(products, bias, positions, columns, rope)
+        found: list[Tensor] = []
+        # The product with the gate weight comes last.
+        for part, product in zip(columns.parts, products, strict=False):
+            heads = product.unflatten(-1, (part.number, part.size))
+            where = (positions, rope, part.rotary)
+            found += [apply_rope(heads, *where) if x else heads for x in part.outputs]
+        if columns.gates is not None:
+            logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
+            found.append(activate(logits, columns.gates))
+        return found
     if not weights:
         x = x.contiguous()
     elif torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     cu, _, length, _, num_sequences = sequences.arguments()
-    where = (before, cu, num_sequences, length, columns.text, rope.text)
-    return list(project_op(x, list(weights), bias, *where))
+    tokens = (before, cu, num_sequences, length, columns.text, rope.text)
+    return list(project_op(x, list(weights), bias, *tokens))
 
 
 def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *tokens: Any) -> list[Tensor]:
@@ -90,8 +93,8 @@ def _forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *tokens: Any
 
     columns, gates = Columns.from_text(tokens[4]), None
     product = torch.mm(x, packed(weights, x.dtype).t()) if weights else x
-    shapes = [(x.shape[0], part.number, part.size) for part in columns.parts for _ in part.outputs]
-    heads = [x.new_empty(shape) for shape in shapes]
+    each = [part for part in columns.parts for _ in part.outputs]
+    heads = [x.new_empty(x.shape[0], part.number, part.size) for part in each]
     if columns.gates is not None:
         gates = x.new_empty(x.shape[0], columns.gates.heads, 3, dtype=torch.float32)
     move(product, heads, gates, None, bias, tokens, backward=False)
@@ -135,18 +138,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    x, bias, *tensors = ctx.saved_tensors
-    (before, cu, gates), weights = tensors[:3], tensors[3:]
+    x, bias, before, cu, gates, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_bias = ctx.needs[:3]
     needs_weights = bool(weights) and any(needs_weights)
     given = (x if needs_weights else None, weights if needs_x else [], bias if needs_bias else None)
     tokens = (before, cu, *ctx.rest)
     dx, dweight, dbias = project_backward_op(list(grads), *given, gates, *tokens)
-    dweights = list[Tensor | None]([None] * len(weights))
+    dweights = None
     if needs_weights:
         rows = [weight.shape[0] for weight in weights]
         dweights = list(dweight[: sum(rows)].to(weights[0].dtype).split(rows))
-    gradients = (dx if needs_x else None, dweights or None, dbias if needs_bias else None)
+    gradients = (dx if needs_x else None, dweights, dbias if needs_bias else None)
     return *gradients, *[None] * len(tokens)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,11 @@ from nsa.rope import Rope, frequency_table
 ALIGNED = tl.constexpr(ALIGNMENT)
 
 
-# Tokens per program, and programs that share the heads of the same tokens: more of them for short
-# inputs, where programs are too few to hide memory latency, and even more in a decode step.
-BLOCK_ROWS, HEAD_PROGRAMS = 32, 2
-SOME_TOKENS, SOME_HEAD_PROGRAMS = 16_384, 8
-FEW_TOKENS, FEW_ROWS, FEW_HEAD_PROGRAMS = 64, 4, 16
+# Most tokens of a call, tokens per program, and programs that share the heads of the same tokens:
+# more of them for short inputs, where programs are too few to hide memory latency, and even more in
+# a decode step.
+FEW_TOKENS = 64
+PROGRAMS = (FEW_TOKENS, 4, 16), (16_384, 32, 8), (inf, 32, 2)
 
 
 class Part(NamedTuple):
@@ -90,20 +91,20 @@ def move_heads(
     BACKWARD: tl.constexpr,
 ):
     """Copy this program's heads of one part from x to a tensor of heads, or back."""
-    HEADS: tl.constexpr = PLAN.parts[NUMBER].heads
-    SIZE: tl.constexpr = PLAN.parts[NUMBER].size
-    ROTARY: tl.constexpr = PLAN.parts[NUMBER].rotary
+    PART: tl.constexpr = PLAN.parts[NUMBER]
+    HEADS: tl.constexpr = PART.heads
+    SIZE: tl.constexpr = PART.size
+    ROTARY: tl.constexpr = PART.rotary
     HALF: tl.constexpr = ROTARY // 2
-    PLAIN: tl.constexpr = PLAN.parts[NUMBER].plain
     begin = row[:, None] * (HEADS * SIZE)
-    plain = None if PLAIN < 0 else tensor_ptrs[PLAIN] + begin
-    source = x_row + PLAN.parts[NUMBER].start
-    target = tensor_ptrs[PLAN.parts[NUMBER].tensor] + begin
+    plain = None if PART.plain < 0 else tensor_ptrs[PART.plain] + begin
+    source = x_row + PART.start
+    target = tensor_ptrs[PART.tensor] + begin
     if BACKWARD:
         source, target = target, source
     # Start each part at a different program to balance the work.
     programs = tl.num_programs(1)
-    first_head = tl.program_id(1) + programs - PLAN.parts[NUMBER].start // SIZE % programs
+    first_head = tl.program_id(1) + programs - PART.start // SIZE % programs
     for head in tl.range(first_head % programs, HEADS, programs):
         if HALF > 0:
             i = tl.arange(0, BLOCK_HALF)[None, :]
@@ -114,7 +115,7 @@ def move_heads(
             put(target, plain, at, first * cosine - second * sine, mask)
             put(target, plain, at + HALF, second * cosine + first * sine, mask)
         if ROTARY < SIZE:
-            j = ROTARY + tl.arange(0, PLAN.parts[NUMBER].block)[None, :]
+            j = ROTARY + tl.arange(0, PART.block)[None, :]
             mask = ok[:, None] & (j < SIZE)
             at = head * SIZE + j
             put(target, plain, at, load_fp32(source + at, mask), mask)
@@ -275,8 +276,7 @@ def move(
         tiles = cdiv(x.shape[0], programs_of(x.shape[0])[0])
         dbias, bias = bias, bias.new_empty(tiles, bias.shape[0], dtype=torch.float32)
     if x.shape[0]:
-        dims = once(lambda: rotated_dims(columns, rope))
-        launch = once(lambda: _plan(x, columns, rope, before is not None, backward))
+        launch, dims = once(lambda: _plan(x, columns, rope, before is not None, backward))
         launch(
             x,
             tuple(tensors),
@@ -298,14 +298,12 @@ def move(
         dbias.copy_(bias.sum(0))
 
 
-def rotated_dims(columns: Columns, rope: Rope) -> list[int]:
-    """Different numbers of rotated columns of the parts, those of ``rope`` first."""
-    return list(dict.fromkeys([rope.dim, *(part.rotary or rope.dim for part in columns.parts)]))
-
-
-def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool) -> Launch:
-    """Return the launch of the kernel."""
-    parts, tensor, dims = list[Part](), 0, rotated_dims(columns, rope)
+def _plan(
+    x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: bool
+) -> tuple[Launch, list[int]]:
+    """Return the launch of the kernel, and the different numbers of rotated columns of a head."""
+    dims = list(dict.fromkeys([rope.dim, *(part.rotary or rope.dim for part in columns.parts)]))
+    parts, tensor = list[Part](), 0
     for start, heads in zip(accumulate(columns.sizes, initial=0), columns.parts, strict=False):
         # In the backward one pass over the columns adds both gradients.
         both = backward and len(heads.outputs) > 1
@@ -320,7 +318,7 @@ def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: 
     used, halves = sum(columns.sizes), tuple(dim // 2 for dim in dims)
     block_half = next_power_of_2(max(*halves, 1))
     block_rows, programs = programs_of(x.shape[0])
-    return Launch(
+    launch = Launch(
         heads_kernel,
         (cdiv(x.shape[0], block_rows), programs),
         PLAN=Plan(tuple(parts), used, padded(used) - used, halves),
@@ -332,12 +330,11 @@ def _plan(x: Tensor, columns: Columns, rope: Rope, is_decoding: bool, backward: 
         # A decode step launches little else; in training other streams are involved.
         launch_pdl=is_decoding and x.shape[0] <= FEW_TOKENS and starts_early(x),
         # Cosines and sines of all tokens stay in registers.
-        num_warps=(4 if block_half <= 64 else 8) if block_rows == BLOCK_ROWS else 1,
+        num_warps=1 if x.shape[0] <= FEW_TOKENS else 4 if block_half <= 64 else 8,
     )
+    return launch, dims
 
 
 def programs_of(num_tokens: int) -> tuple[int, int]:
     """Tokens per program, and programs that share the heads of the same tokens."""
-    if num_tokens <= FEW_TOKENS:
-        return FEW_ROWS, FEW_HEAD_PROGRAMS
-    return BLOCK_ROWS, SOME_HEAD_PROGRAMS if num_tokens <= SOME_TOKENS else HEAD_PROGRAMS
+    return next((rows, programs) for most, rows, programs in PROGRAMS if num_tokens <= most)

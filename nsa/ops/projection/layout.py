@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nsa.fields import AsText, settle
 from nsa.ops._plan import Constants
-from nsa.rope import Rope, apply_rope
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,12 @@ class Gates(Constants):
     Attributes:
         heads: query heads.
         branches: enabled branches (0 cmp, 1 slc, 2 win); a head has one column for each.
-        activation: ``sigmoid``, or ``softmax`` over the branches.
-        temperature: divisor of the ``softmax`` logits.
+        sharpness: factor on the logits of a softmax over the branches; 0 for a sigmoid.
     """
 
     heads: int
     branches: tuple[int, ...]
-    activation: Literal["sigmoid", "softmax"] = "sigmoid"
-    temperature: float = 1.0
+    sharpness: float
 
     def __post_init__(self) -> None:
         settle(self)
@@ -68,11 +63,6 @@ class Gates(Constants):
     def off(self) -> tuple[int, ...]:
         """The disabled branches."""
         return tuple({0, 1, 2} - {*self.branches})
-
-    @property
-    def sharpness(self) -> float:
-        """Factor on the ``softmax`` logits; 0 for ``sigmoid``."""
-        return 0.0 if self.activation == "sigmoid" else 1.0 / self.temperature
 
 
 @dataclass(frozen=True)
@@ -102,26 +92,6 @@ class Columns(AsText):
         return list(product[:, : sum(self.sizes)].split(self.sizes, -1))
 
 
-def split_reference(
-    products: Sequence[Tensor],
-    bias: Tensor | None,
-    positions: Tensor,
-    columns: Columns,
-    rope: Rope,
-) -> list[Tensor]:
-    """Heads and gates from the products ``[T, columns]`` with each weight."""
-    found = []
-    # The product with the gate weight comes last.
-    for part, product in zip(columns.parts, products, strict=False):
-        heads = product.unflatten(-1, (part.number, part.size))
-        given = (heads, positions, rope, part.rotary)
-        found += [apply_rope(*given) if x else heads for x in part.outputs]
-    if columns.gates is not None:
-        logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
-        found.append(activate(logits, columns.gates))
-    return found
-
-
 def activate(logits: Tensor, gates: Gates) -> Tensor:
     """Gates ``[T, Hq, 3]`` from logits ``[T, Hq * branches]``; 0 for a disabled branch.
 
@@ -129,10 +99,8 @@ def activate(logits: Tensor, gates: Gates) -> Tensor:
     """
     logits = logits.unflatten(-1, (gates.heads, len(gates.branches)))
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if gates.activation == "sigmoid":
-        active = logits.sigmoid()
-    else:
-        active = (logits / gates.temperature).softmax(-1)
+    sharpness = gates.sharpness
+    active = (logits * sharpness).softmax(-1) if sharpness else logits.sigmoid()
     found = [active.new_zeros(active.shape[:-1])] * 3
     for branch, gate in zip(gates.branches, active.unbind(-1), strict=True):
         found[branch] = gate
