@@ -82,6 +82,10 @@ MEASUREMENTS = {
     ],
     "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
     "selection": [f"{WHOLE} --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
+    "index-loss": [
+        f"bench train --config 78m-8k --seqs 8192,65536 {STEP} --mode fwd_bwd {NSA}"
+        " --variant index:model.nsa.scores=index"
+    ],
     "train": [
         f"{TRAIN} --seqs 2048,8192,65536 {STEP}",
         f"{TRAIN} {UNMASKED} {MODELS}",

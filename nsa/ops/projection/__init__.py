@@ -64,7 +64,8 @@ def project(
     if choose_backend(backend, x, "x") == "reference":
         parts = zip(weights, columns.detached, strict=False)
         products = [functional.linear(x.detach() if cut else x, w) for w, cut in parts]
-        products = products or columns.split(x)
+        if not weights:
+            products = columns.split(x)
         sequence, positions, _ = locate(x.shape[0], sequences.cu_q)
         if before is not None:
             positions = positions + before[sequence]
@@ -74,8 +75,8 @@ def project(
             heads = product.unflatten(-1, (part.number, part.size))
             where = (positions, rope, part.rotary)
             found += [apply_rope(heads, *where) if x else heads for x in part.outputs]
-        if columns.gates is not None:
-            logits = products[-1] if bias is None else products[-1] + bias.to(products[-1].dtype)
+        if columns.gates is not None and bias is not None:
+            logits = products[-1] + bias.to(products[-1].dtype)
             found.append(activate(logits, columns.gates))
         return found
     if not weights:
