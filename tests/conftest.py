@@ -27,8 +27,9 @@ hypothesis.settings.load_profile("nsa")
 forkserver.set_forkserver_preload(["tests.faults.preload"])
 forkserver.set_forkserver_preload = lambda modules_names: None
 
-# Imported modules are not garbage: keep the collector from searching them.
+# Imported modules are not garbage: keep the collector from searching them, and from running often.
 gc.disable()
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

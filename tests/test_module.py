@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import NativeSparseAttention, NSACache, NSAConfig, RopeScaling
+from nsa import NativeSparseAttention, NSACache, NSAConfig, RopeScaling, selected_attention
 from nsa.config import BRANCHES
 from tests import oracle
 from tests.ops.cases import SUBSETS, array, grad, make_batch, near, offsets, small, stack
@@ -335,15 +335,14 @@ def test_compiled_by_inductor_on_a_cpu():
 
     70 tokens are no multiple of a vector or a block.
     """
-    module = layer(small(block_size=32, branches=("slc",), scores="token_max"))
-    x = tokens(70)
+    config = small(num_heads=2, num_kv_heads=1, value_dim=16, block_size=32)
+    q, k, v = (tokens(1, 70, n)[..., i : i + 16].requires_grad_() for i, n in enumerate((2, 1, 1)))
+    ids = torch.arange(4, dtype=torch.int32).expand(1, 70, 1, 4).contiguous()
     torch.compiler.reset()
     results = []
-    for run in (module, torch.compile(module)):
-        module.zero_grad()
-        out = run(x)
-        out.square().sum().backward()
-        results.append([out.detach(), *(grad(parameter) for parameter in module.parameters())])
+    for run in (selected_attention, torch.compile(selected_attention)):
+        out = run(q, k, v, ids, config)[0]
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))])
     torch.compiler.reset()
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)

@@ -132,7 +132,7 @@ def refused(cache: NSACache, call: Callable[[], object], match: str) -> None:
 
 @pytest.mark.parametrize("rollback", [8, 20])
 @pytest.mark.parametrize(
-    "number", [OPERATIONS // 4, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
+    "number", [OPERATIONS // 8, pytest.param(OPERATIONS, marks=pytest.mark.faults)]
 )
 def test_cache(number, rollback):
     rng, driven, num_refused = random.Random(1), Driven(rollback), 0

@@ -49,7 +49,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, name, number)
     monkeypatch.setattr(models, "BATCHES", (1, 2))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 256}
     config = LlamaConfig(**sizes, initializer_range=0.2, rms_norm_eps=1e-6)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")

@@ -93,8 +93,9 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tiny, finished):
-    """The folder of a run of four steps."""
+def run(tiny, finished, monkeypatch):
+    """The folder of a run of four steps; what is trained from it draws no plot."""
+    monkeypatch.setattr("nsa.cli.train._plot", lambda *_: None)
     return shutil.copytree(finished, tiny / "run")
 
 

@@ -26,7 +26,7 @@ from tests.train.cases import reproducible_rows, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 _CLOCKED = ("seconds", "window")
-TWO_RANKS = ("--world-size", "2", "--accumulation", "1")
+TWO_RANKS = ("--world-size", "2", "--micro-batch", "2")
 FORKS: Any = multiprocessing.get_context("forkserver")
 
 Fault = tuple[str, ...]
@@ -34,9 +34,9 @@ Words = tuple[str | Path, ...]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A tiny run in a file: 30 steps of some 15 ms, a checkpoint every second one."""
+    """A tiny run in a file: 30 steps of some 10 ms, a checkpoint every second one."""
     settings: dict[str, Any] = {"steps": 30, "log_every": 3, "eval_every": 6, "eval_windows": 2}
-    settings |= {"checkpoint_every": 2, **changes}
+    settings |= {"checkpoint_every": 2, "micro_batch": 4, "accumulation": 1, **changes}
     path = folder / "tiny.yaml"
     path.write_text(to_yaml(tiny_config(folder, **settings)), encoding="utf-8")
     return path

@@ -114,7 +114,7 @@ def test_shards_train_like_one_process(whole, sharded):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (2, "--accumulation 1"),
+        (2, "--micro-batch 2"),
         # What the processes send each other and when.
         pytest.param(
             2,
@@ -122,7 +122,7 @@ def test_shards_train_like_one_process(whole, sharded):
             " --parallel.bucket-mib 0.01 --checkpointing.policy full",
             marks=in_full,
         ),
-        pytest.param(4, "--accumulation 1 --micro-batch 1 --parallel.strategy fsdp", marks=in_full),
+        pytest.param(4, "--micro-batch 1 --parallel.strategy fsdp", marks=in_full),
     ],
     ids=["replicas", "options of replicas", "four shards"],
 )

@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
         # Signals in the process itself: tests/train/test_resume.py.
         ("halt", ("slow", "0.05")),
         # A wait of minutes for a stream must not delay the end.
-        ("SIGTERM", ("starve", "14")),
+        ("SIGTERM", ("starve", "7")),
     ],
     ids=str,
 )
@@ -152,7 +152,7 @@ def starved(tmp_path_factory):
     ],
 )
 def test_starving_run_leaves_a_checkpoint_and_resumes_identically(tmp_path, starved, fault, what):
-    with Run(tmp_path, config=starved.parent / "tiny.yaml", fault=(fault, "14")) as run:
+    with Run(tmp_path, config=starved.parent / "tiny.yaml", fault=(fault, "7")) as run:
         assert run.end() == 1
         assert f"stopped: data starvation after step 7: {what}; the last checkpoint is" in run.text
     assert steps_of(run.path) == [7]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.hf.tiny import tiny
 from tests.hf.trl_runs import KINDS, train_by_trl
 
-for name in ("trl", "peft", "datasets"):
-    pytest.importorskip(name)
+NEEDED = ("trl", "peft", "datasets")  # seconds to import: found here, imported by the test
 
 
+@pytest.mark.skipif(None in map(find_spec, NEEDED), reason="needs trl, peft and datasets")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "has_adapters", "pattern"),
