@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa.ops._checks import check_keys, check_queries
 from nsa.ops._layout import Gated, rows
 from nsa.ops._operator import Call, KeyRange, register_attention
+from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
 from nsa.ops.combination import combine, run_combine
 from nsa.ops.range import run_compressed_attention, run_window_attention
@@ -39,7 +40,8 @@ class BranchInputs(NamedTuple):
         v_cmp: compressed values ``[C, Hkv, Dv]``.
         k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
-        k_win: rotated keys of the window ``[S, Hkv, D]``.
+        k_win: rotated keys of the window ``[S, Hkv, D]``; None also if the operator's window has
+            the keys and values of the selected branch, see :meth:`windowed`.
         v_win: values of the window ``[S, Hkv, Dv]``.
         gates: ``[T, Hq, 3]``.
         q_idx: rotated index queries, see :func:`nsa.native_sparse_attention`; None without an
@@ -82,6 +84,18 @@ class BranchInputs(NamedTuple):
             return None
         values = self.k_cmp if self.v_cmp is None else self.v_cmp
         return RangeInputs(self.scoring_queries, self.k_cmp, values)
+
+    def shared(self) -> BranchInputs:
+        """Drop keys and values of a window that has those of the selected branch."""
+        if self.k_slc is not None and self.k_win is self.k_slc and self.v_win is self.v_slc:
+            return self._replace(k_win=None, v_win=None)
+        return self
+
+    def windowed(self, call: Call) -> BranchInputs:
+        """The inverse of :meth:`shared`."""
+        if "win" in call.config.branches and self.k_win is None:
+            return self._replace(k_win=self.k_slc, v_win=self.v_slc)
+        return self
 
     @property
     def window(self) -> RangeInputs | None:
@@ -174,6 +188,7 @@ def _finished(inputs: BranchInputs, results: AttentionResults, out: Tensor) -> A
 
 
 def _fake(inputs: BranchInputs, call: Call) -> AttentionResults:
+    inputs = inputs.windowed(call)
     out = inputs.q.new_empty(*inputs.q.shape[:2], call.config.value_dim)
     return _finished(inputs, _branch_results(inputs, call), out)
 
@@ -183,6 +198,7 @@ def _forward(inputs: BranchInputs, call: Call) -> AttentionResults:
     from nsa.ops.selected.launch import selected_forward
     from nsa.ops.selection.launch import run_selection
 
+    inputs = inputs.windowed(call)
     _check_numbers(inputs)
     # Before the fork: offsets that the side stream reads, and memory for its results.
     if inputs.k_cmp is not None:
@@ -228,7 +244,9 @@ def _backward(
     """Gradients of the inputs; keys that only score blocks, and their queries, have none."""
     from nsa.ops.range.launch import RangeBackward
     from nsa.ops.selected.launch import selected_backward
+    from nsa.ops.shared_kv import is_one_pass, shared_backward
 
+    shares, inputs = inputs.k_win is None, inputs.windowed(call)
     inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
     dout = rows(dout)
     # Before the fork: everything that both streams use, including offsets and copied layouts, and
@@ -243,12 +261,16 @@ def _backward(
         given = (compressed, results.compressed, dout, dq if dq_cmp is None else dq_cmp)
         cmp = RangeBackward(*given, KeyRange.of_blocks(call), Gated(inputs.gates, dgates))
         adds = dq_cmp is None
-    if (window := inputs.window) is not None:
+    selected, window = inputs.selected(results.block_indices), inputs.window
+    one_pass = False
+    if shares and selected is not None and window is not None:
+        one_pass = once(lambda: is_one_pass(selected, call))
+    if window is not None and not one_pass:
         given, gated = (window, results.window, dout, dq), Gated(inputs.gates, dgates, adds)
         win = RangeBackward(*given, KeyRange.of_window(call), gated)
         adds = True
     dk_slc = dv_slc = None
-    if (selected := inputs.selected(results.block_indices)) is not None:
+    if selected is not None:
         dk_slc, dv_slc = (x.new_empty(x.shape) for x in (selected.k, selected.v))
     dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
     dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -265,10 +287,12 @@ def _backward(
             wait_win = streams.record()
             if selected is not None and dk_slc is not None and dv_slc is not None:
                 grads, gated = (dq, dk_slc, dv_slc), Gated(inputs.gates, dgates, adds)
+                given = (selected, call, results.selected)
                 with stage(SELECTED):
-                    selected_backward(
-                        selected, call, results.selected, dout, grads, gated, unique=True
-                    )
+                    if one_pass:
+                        shared_backward(*given, results.window, dout, grads, gated)
+                    else:
+                        selected_backward(*given, dout, grads, gated, unique=True)
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):
@@ -277,6 +301,10 @@ def _backward(
         if win is not None:
             with stage(WINDOW):
                 dkv_win = win.key_gradients()
+    if shares and dk_slc is not None and dv_slc is not None and dkv_win[0] is not None:
+        dk_slc += dkv_win[0]
+        dv_slc += dkv_win[1]
+        dkv_win = (None, None)
     has_dq = adds or dk_slc is not None
     of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
     return BranchInputs(dq if has_dq else None, dq_cmp, *of_keys, dgates)  # type: ignore[arg-type]
@@ -317,7 +345,7 @@ def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionRe
             gates = torch.cat((inputs.gates.flatten(), *none)).view_as(inputs.gates)
             inputs = inputs._replace(gates=gates)
         return attention_by_branch(inputs, call, backend)
-    results = attention_op(inputs, call)
+    results = attention_op(inputs.shared(), call)
     if inputs.k_slc is None:
         return AttentionResult(results.out, None, None)
     return AttentionResult(results.out, results.block_indices, results.tile_stats)

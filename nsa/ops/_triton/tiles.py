@@ -279,6 +279,7 @@ def load_statistics(
     gated,
     dout,
     out_row,
+    lse_at,
     at,
     ok,
     BRANCH: tl.constexpr,
@@ -286,6 +287,8 @@ def load_statistics(
     BLOCK_DV: tl.constexpr,
 ):
     """delta and lse (base 2) ``[M]`` of rows of queries by heads, stored at offsets ``at``.
+
+    lse is loaded from offsets ``lse_at``.
 
     delta, the row sum of ``out * dout``, is stored. With gates, ``dout`` is the gradient of the
     gated sum of the branches, and delta is the gradient of this branch's gate. The gate is folded
@@ -298,7 +301,7 @@ def load_statistics(
     out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV)  # [M, BLOCK_DV]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(delta_ptr + at, delta, mask=ok)
-    lse = tl.load(lse_ptr + at, mask=ok, other=float("inf"))
+    lse = tl.load(lse_ptr + lse_at, mask=ok, other=float("inf"))
     if gated is not None:
         gates_ptr, dgates_ptr, gated_lse_ptr = gated
         gate_at = out_row * 3 + BRANCH

@@ -62,6 +62,8 @@ class Tile(NamedTuple):
         max_registers: limit on the registers per thread, so that more programs fit on a
             multiprocessor; None means no limit.
         scatter: selected attention, forward and dQ: see ``SCATTER``; None means its value.
+        blocks: dK and dV of shared keys: blocks of the longest sequence for which one pass over
+            selected blocks and window is faster; None means ``MOST_BLOCKS``.
     """
 
     rows: int
@@ -74,6 +76,7 @@ class Tile(NamedTuple):
     max_registers: int | None = None
     keep_queries: bool = False
     scatter: float | None = None
+    blocks: int | None = None
 
     def launch_options(self) -> dict[str, int]:
         """Keyword arguments of a kernel launch."""

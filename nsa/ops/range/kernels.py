@@ -244,6 +244,7 @@ def range_dq_kernel(
             dout,
             out_row,
             at,
+            at,
             rows.ok,
             BRANCH,
             HEADS.DV,

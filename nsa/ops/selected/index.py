@@ -277,12 +277,17 @@ def make_lists(
     rows: int,
     tile_stats: Tensor | None,
     scatter: float | None = None,
+    *,
+    words: Tensor | None = None,
+    window: int = 0,
 ) -> Lists:
     """Build the list of every tile of ``rows`` rows (queries by heads).
 
     The total list length and the number of tiles are added to ``tile_stats``, int64 ``[2]``. With
     ``scatter`` they are there already, and lists stay empty if their mean length exceeds
-    ``scatter`` times n.
+    ``scatter`` times n. With ``words``, an output for the blocks of each query as bits ``[Hkv,
+    T]``, the lists contain all blocks in the ``window`` of a tile, too; a sequence then has at most
+    as many blocks as a word has bits.
     """
     num_q, num_kv_heads, n = block_indices.shape
 
@@ -291,7 +296,9 @@ def make_lists(
         # Either a tile has whole queries, or it begins and ends between the heads of two queries.
         queries = rows // group_size if rows % group_size == 0 else (rows - 2) // group_size + 2
         pad_q, pad_n = next_power_of_2(queries), next_power_of_2(n)
-        _check_lists(queries * n, cdiv(sequences.len_k, block_size), pad_q * pad_n)
+        num_blocks = cdiv(sequences.len_k, block_size)
+        list_len = queries * n if words is None else num_blocks
+        _check_lists(queries * n, num_blocks, pad_q * pad_n)
         launch = Launch(
             list_kernel,
             (num_lists, num_kv_heads),
@@ -299,14 +306,14 @@ def make_lists(
             HKV=num_kv_heads,
             BLOCKS=SelectedBlocks(n, block_size, (scatter or 0.0) * n),
             ROWS=rows,
-            LIST_LEN=queries * n,
+            LIST_LEN=list_len,
             PAD_Q=pad_q,
             PAD_N=pad_n,
             COUNTED=scatter is not None,
-            WORD=word_of(cdiv(sequences.len_k, block_size)),
+            WORD=word_of(num_blocks),
             num_warps=max(1, min(8, queries * pad_n // 256)),
         )
-        return num_lists, queries * n, launch
+        return num_lists, list_len, launch
 
     num_lists, list_len, launch = once(plan)
     block, query_mask, count = (
@@ -314,6 +321,6 @@ def make_lists(
         for size in (list_len, list_len, 4)
     )
     if num_lists:
-        arguments = (tile_stats, *sequences.arguments(), num_lists)
+        arguments = (tile_stats, words, *sequences.arguments(), num_lists, num_q, window)
         launch(block_indices.contiguous(), block, query_mask, count, *arguments)
     return Lists(block, query_mask, count)

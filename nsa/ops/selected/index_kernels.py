@@ -35,8 +35,8 @@ def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WOR
     """Blocks selected in the slots ``[PAD_Q * PAD_N]`` of queries, see ``list_kernel``.
 
     Returns:
-        ``[WORD]`` each: block ids, ascending; the queries that selected each, one bit per query;
-        and whether any did.
+        ``[PAD_Q]``, the blocks of each query, one bit per block; ``[WORD]`` each: block ids,
+        ascending; the queries that selected each, one bit per query; and whether any did.
     """
     word_type: tl.constexpr = tl.int64 if WORD > 32 else tl.int32
     one = tl.full([PAD_Q * PAD_N], 1, word_type)
@@ -45,12 +45,12 @@ def blocks_by_word(named, present, PAD_Q: tl.constexpr, PAD_N: tl.constexpr, WOR
     block = tl.arange(0, WORD)
     named_by = ((words[None, :] >> block[:, None].to(word_type)) & 1).to(tl.int32)
     query_mask = tl.sum(named_by << tl.arange(0, PAD_Q)[None, :], 1)
-    return block, query_mask, query_mask != 0
+    return words, block, query_mask, query_mask != 0
 
 
 @triton.jit
 def blocks_by_sort(named, present, e, PAD_Q: tl.constexpr, PAD_N: tl.constexpr):
-    """Results of ``blocks_by_word`` by sorting, ``[PAD_Q * PAD_N]``; valid where the last is true.
+    """Blocks of ``blocks_by_word`` by sorting, ``[PAD_Q * PAD_N]``; valid where the last is true.
 
     ``e`` are the slot indices.
     """
@@ -79,12 +79,15 @@ def list_kernel(
     mask_ptr,
     count_ptr,
     tile_stats_ptr,
+    words_ptr,
     cu_q_ptr,
     cu_k_ptr,
     len_q,
     len_k,
     num_sequences,
     num_lists,
+    num_rows,
+    window,
     G: tl.constexpr,
     HKV: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -102,6 +105,8 @@ def list_kernel(
     has more than ``WORD`` blocks, with bitmaps, which takes far fewer instructions. It adds the
     length of the list and 1 (for the tile) to ``tile_stats_ptr`` unless it is None; integer sums do
     not depend on the order. If they are ``COUNTED`` already, only lists that are read are built.
+    With ``words_ptr`` ``[Hkv, T]`` it stores the bitmaps, and lists contain all blocks in the
+    ``window`` of the tile, too.
     """
     BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
     if COUNTED:  # noqa: SIM102 (known when the kernel is compiled)
@@ -126,7 +131,15 @@ def list_kernel(
         t = num_tokens - num_q + row
         present = ok & (named >= 0) & (named <= t // BLOCK_SIZE)
         if WORD:
-            block, query_mask, last = blocks_by_word(named, present, PAD_Q, PAD_N, WORD)
+            words, block, query_mask, last = blocks_by_word(named, present, PAD_Q, PAD_N, WORD)
+            if words_ptr is not None:
+                row = tile_q + tl.arange(0, PAD_Q)
+                token = head.to(tl.int64) * num_rows + first_q + row
+                tl.store(words_ptr + token, words, mask=row < end_q)
+                first = num_tokens - num_q + tile_q
+                seen = tl.maximum(first - window + 1, 0) // BLOCK_SIZE
+                own = (num_tokens - num_q + end_q - 1) // BLOCK_SIZE
+                last = last | ((block >= seen) & (block <= own))
         else:
             block, query_mask, last = blocks_by_sort(named, present, e, PAD_Q, PAD_N)
         place = tl.cumsum(last.to(tl.int32), 0) - 1

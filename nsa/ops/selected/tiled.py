@@ -272,6 +272,7 @@ def selected_dq_kernel(
             dout,
             out_row,
             out_row,
+            out_row,
             rows.ok,
             1,
             HEADS.DV,
@@ -348,5 +349,5 @@ def selected_delta_kernel(
         dout_at = token * stride_do[0] + head * stride_do[1]
         dout = load_tile(dout_ptr, dout_at, ok, HEADS.DV, HEADS.BLOCK_DV)  # [BLOCK_R, BLOCK_DV]
         load_statistics(
-            out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, ok, 1, HEADS.DV, HEADS.BLOCK_DV
+            out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, r, ok, 1, HEADS.DV, HEADS.BLOCK_DV
         )
