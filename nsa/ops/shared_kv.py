@@ -1,6 +1,6 @@
 """Backward of selected branch and window in one pass, if both have the same keys and values.
 
-Scores s = q . k and dp = dout . v are then equal in both branches; only masks, lse and delta differ:
+Scores s = q . k and dp = dout . v are then equal in both branches; masks, lse and delta differ:
 
     p  = m_slc exp(s - lse_slc) + m_win exp(s - lse_win)
     ds = m_slc exp(s - lse_slc) (dp - delta_slc) + m_win exp(s - lse_win) (dp - delta_win)
@@ -8,11 +8,10 @@ Scores s = q . k and dp = dout . v are then equal in both branches; only masks, 
 So dQ, dK and dV take five products over the union of both branches instead of ten, and the keys of
 a block need no list of the queries that selected it: one bit of a word per query tells.
 
-In a tile whose keys are all in the window of all its queries, or in that of none, a query sees the
-keys in the selected branch, in the window, in both or not at all. Then m is the same for all keys
-of a row and one exponential serves both branches: relative to the smaller lse of the branches that
-see the keys, the powers of the other are a constant factor of at most 1. Only tiles at an edge of
-the window need two.
+In a tile whose keys are all in the window of all its queries, or in that of none, m is the same for
+all keys of a query, and one exponential serves both branches: relative to the smaller lse of the
+branches that see the keys, the powers of the other are a constant factor of at most 1. A tile at
+the far edge of the window is visited twice, once for each branch.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -36,7 +35,6 @@ from nsa.ops._triton.tiles import (
     Span,
     find_tile,
     key_gradient,
-    load_column,
     load_keys,
     load_rows,
     load_statistics,
@@ -129,8 +127,8 @@ def shared_dq_kernel(
     """Write dQ ``[T, Hq, D]``, accumulated if ``ADD``, and the gradients of both gates.
 
     Programs compute the tiles of ``selected_dq_kernel`` over lists of both branches. ``of_slc``
-    and ``of_win`` are out and lse of the branches. It also writes ``[4, Hq, T]`` fp32: gated lse and delta
-    of the selected branch, and those of the window.
+    and ``of_win`` are out and lse of the branches. It also writes ``[4, Hq, T]`` fp32: gated lse
+    and delta of the selected branch, and those of the window.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -304,12 +302,12 @@ def shared_dkv_kernel(
             edge = tl.maximum(ahead, 0) // BLOCK_M
             edge_end = tl.maximum(ahead + BLOCK_N - 1 + BLOCK_M - 1, 0) // BLOCK_M
             for past_end in tl.static_range(2):
+                # Without a mask there are no values for masked elements.
+                inf, zero = (float("inf"), 0.0) if past_end else (None, None)
                 begin, stop = bounds[past_end], bounds[past_end + 1]
                 again = tl.minimum(tl.maximum(edge, begin), stop)
                 visits = stop + tl.minimum(tl.maximum(edge_end, begin), stop) - again
-                for i in tl.range(
-                    begin * G, visits * G, num_stages=1 if past_end else TILE.stages
-                ):
+                for i in tl.range(begin * G, visits * G, num_stages=1 if past_end else TILE.stages):
                     step = tl.where(i < stop * G, i // G, again + i // G - stop)
                     row = first + step * BLOCK_M
                     head = head_kv * G + i % G
@@ -329,27 +327,28 @@ def shared_dkv_kernel(
                         past_end,
                         TILE.tma,
                     )
-                    m = tl.arange(0, BLOCK_M)
-                    inside = row + m < end if past_end else None
-                    token = first_q + row + m
-                    words = load_column(words_ptr + token, inside, 0)
-                    at = statistics_ptr + head.to(tl.int64) * num_rows + token
-                    lse_slc = load_column(at, inside, float("inf")) * LOG2_E
-                    delta_slc = load_column(at + plane, inside, 0.0)
-                    lse_win = load_column(at + 2 * plane, inside, float("inf")) * LOG2_E
-                    delta_win = load_column(at + 3 * plane, inside, 0.0)
+                    # Columns [BLOCK_M, 1], so that each element is loaded and computed once.
+                    m = (row + tl.arange(0, BLOCK_M))[:, None]
+                    inside = m < end if past_end else None
+                    words = tl.load(words_ptr + first_q + m, mask=inside)
+                    at = statistics_ptr + head.to(tl.int64) * num_rows + first_q + m
+                    lse_slc = tl.load(at, mask=inside, other=inf) * LOG2_E
+                    delta_slc = tl.load(at + plane, mask=inside, other=zero)
+                    lse_win = tl.load(at + 2 * plane, mask=inside, other=inf) * LOG2_E
+                    delta_win = tl.load(at + 3 * plane, mask=inside, other=zero)
+                    both = of_both(lse_slc, delta_slc, lse_win, delta_win)
+                    selected = selects(words, n // BLOCK_SIZE)
+                    win = (i >= stop * G) | (step < edge)
+                    lse, factor, delta = rows_of(both, selected, i < stop * G, win)
+                    lse, factor, delta = tl.sum(lse, 1), tl.sum(factor, 1), tl.sum(delta, 1)
                     # Scores and their gradients: [BLOCK_N, BLOCK_M] fp32 if KEYS_AS_ROWS,
                     # otherwise [BLOCK_M, BLOCK_N].
                     s = products(q, k, KEYS_AS_ROWS)
                     dp = products(dout, v, KEYS_AS_ROWS)
-                    win = (i >= stop * G) | (step < edge)
-                    selected = selects(words, n // BLOCK_SIZE)
-                    both = of_both(lse_slc, delta_slc, lse_win, delta_win)
-                    lse, factor, delta = rows_of(both, selected, i < stop * G, win)
                     # Probabilities, recomputed from lse.
                     p = tl.exp2(s * scale - of_queries(lse, KEYS_AS_ROWS))
                     if (i >= stop * G) | (n + BLOCK_N - 1 > offset + row):
-                        t = of_queries(offset + row + m, KEYS_AS_ROWS)
+                        t = of_queries(offset + row + tl.arange(0, BLOCK_M), KEYS_AS_ROWS)
                         back = t - of_keys(key, KEYS_AS_ROWS)
                         p = tl.where(is_seen(back, size, win), p, 0.0)
                     factor = of_queries(factor, KEYS_AS_ROWS)
