@@ -287,12 +287,12 @@ def _backward(
             wait_win = streams.record()
             if selected is not None and dk_slc is not None and dv_slc is not None:
                 grads, gated = (dq, dk_slc, dv_slc), Gated(inputs.gates, dgates, adds)
-                given = (selected, call, results.selected)
+                slc = results.selected
                 with stage(SELECTED):
                     if one_pass:
-                        shared_backward(*given, results.window, dout, grads, gated)
+                        shared_backward(selected, call, slc, results.window, dout, grads, gated)
                     else:
-                        selected_backward(*given, dout, grads, gated, unique=True)
+                        selected_backward(selected, call, slc, dout, grads, gated, unique=True)
         wait_cmp()
         if cmp is not None:
             with stage(COMPRESSED):
@@ -301,12 +301,14 @@ def _backward(
         if win is not None:
             with stage(WINDOW):
                 dkv_win = win.key_gradients()
-    if shares and dk_slc is not None and dv_slc is not None and dkv_win[0] is not None:
-        dk_slc += dkv_win[0]
-        dv_slc += dkv_win[1]
-        dkv_win = (None, None)
+    dk_win, dv_win = dkv_win
+    if shares and dk_slc is not None and dv_slc is not None:
+        if dk_win is not None and dv_win is not None:
+            dk_slc += dk_win
+            dv_slc += dv_win
+        dk_win = dv_win = None
     has_dq = adds or dk_slc is not None
-    of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
+    of_keys = (*dkv_cmp, dk_slc, dv_slc, dk_win, dv_win)
     return BranchInputs(dq if has_dq else None, dq_cmp, *of_keys, dgates)  # type: ignore[arg-type]
 
 

@@ -470,5 +470,5 @@ def shared_backward(
         k.shape[0],
     )
     if chunks > 1:
-        sizes = (chunk_rows, k.shape[0], keys.size, keys.stride)
-        reduce(*sums, dk, dv, *keys.arguments(), *sizes)
+        chunked = (chunk_rows, k.shape[0], keys.size, keys.stride)
+        reduce(*sums, dk, dv, *keys.arguments(), *chunked)
