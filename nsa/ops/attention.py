@@ -301,14 +301,13 @@ def _backward(
         if win is not None:
             with stage(WINDOW):
                 dkv_win = win.key_gradients()
-    dk_win, dv_win = dkv_win
-    if shares and dk_slc is not None and dv_slc is not None:
-        if dk_win is not None and dv_win is not None:
-            dk_slc += dk_win
-            dv_slc += dv_win
-        dk_win = dv_win = None
+    if shares:
+        for total, of_window in zip((dk_slc, dv_slc), dkv_win, strict=True):
+            if total is not None and of_window is not None:
+                total += of_window
+        dkv_win = (None, None)
     has_dq = adds or dk_slc is not None
-    of_keys = (*dkv_cmp, dk_slc, dv_slc, dk_win, dv_win)
+    of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
     return BranchInputs(dq if has_dq else None, dq_cmp, *of_keys, dgates)  # type: ignore[arg-type]
 
 

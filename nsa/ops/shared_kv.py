@@ -18,14 +18,12 @@ the far edge of the window is visited twice, once for each branch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops._layout import Gated, Heads, cdiv, rows
+from nsa.ops._layout import Gated, cdiv, rows
 from nsa.ops._operator import Call, KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch, fitting, kernel, source
@@ -46,19 +44,15 @@ from nsa.ops._triton.tiles import (
     sequence_rows,
     store_rows,
 )
-from nsa.ops._triton.tuning import Tile, tile_for
-from nsa.ops.range.kernels import range_reduce_kernel
-from nsa.ops.range.launch import reduction_options
-from nsa.ops.range.types import RangeResults
+from nsa.ops.range.launch import KeyPlan, key_plan
+from nsa.ops.range.types import RangeInputs, RangeResults
 from nsa.ops.selected.index import make_lists, word_of
-from nsa.ops.selected.launch import fitted, tile_named
+from nsa.ops.selected.launch import constants_of, fitted, over_lists, tile_named
 from nsa.ops.selected.tiled import find_list, first_step, list_step, selects
 from nsa.ops.selected.types import SelectedInputs, SelectedResults
 
 # Programs of dK and dV from which on queries are not split into chunks, and fewest queries of one.
 PROGRAMS, CHUNK_ROWS = 1024, 256
-# Longest sequence in blocks, for tiles without a measured value.
-MOST_BLOCKS = 64
 
 
 @triton.jit
@@ -92,16 +86,14 @@ def rows_of(statistics, selected, slc, win):
 
 
 @kernel(do_not_specialize=[*VARYING, "num_lists"])
-def shared_dq_kernel(
+def selected_range_dq_kernel(
     q_ptr,
     k_source,
     v_source,
     dout_ptr,
     of_slc,
     of_win,
-    gates_ptr,
-    dgates_ptr,
-    statistics_ptr,
+    gated,
     dq_ptr,
     lists,
     cu_q_ptr,
@@ -118,7 +110,7 @@ def shared_dq_kernel(
     softmax_scale,
     size,
     HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     LIST_LEN: tl.constexpr,
@@ -127,8 +119,8 @@ def shared_dq_kernel(
     """Write dQ ``[T, Hq, D]``, accumulated if ``ADD``, and the gradients of both gates.
 
     Programs compute the tiles of ``selected_dq_kernel`` over lists of both branches. ``of_slc``
-    and ``of_win`` are out and lse of the branches. It also writes ``[4, Hq, T]`` fp32: gated lse
-    and delta of the selected branch, and those of the window.
+    and ``of_win`` are out and lse of the branches, ``gated`` the gates, their gradients, and an
+    output ``[4, Hq, T]`` fp32: gated lse and delta of the selected branch, and those of the window.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -136,6 +128,7 @@ def shared_dq_kernel(
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
+    BLOCK_SIZE: tl.constexpr = BLOCKS.SIZE
     STEPS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head_kv = tl.program_id(1)
@@ -151,37 +144,17 @@ def shared_dq_kernel(
         at = rows.head.to(tl.int64) * num_rows + rows.token
         dout = load_tile(dout_ptr, dout_at, rows.ok, DV, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         plane = num_rows.to(tl.int64) * HEADS.HQ
-        out_slc_ptr, lse_slc_ptr = of_slc
-        out_win_ptr, lse_win_ptr = of_win
-        gated = (gates_ptr, dgates_ptr, statistics_ptr)
+        of_rows = (dout, out_row, at, rows.ok)
+        gates_ptr, dgates_ptr, statistics_ptr = gated
+        out_ptr, lse_ptr = of_slc
         delta_slc, lse_slc = load_statistics(
-            out_slc_ptr,
-            lse_slc_ptr,
-            statistics_ptr + plane,
-            gated,
-            dout,
-            out_row,
-            out_row,
-            at,
-            rows.ok,
-            1,
-            DV,
-            BLOCK_DV,
+            out_ptr, lse_ptr + out_row, statistics_ptr + plane, gated, *of_rows, 1, DV, BLOCK_DV
         )
-        gated = (gates_ptr, dgates_ptr, statistics_ptr + 2 * plane)
+        statistics_ptr += 2 * plane
+        gated = (gates_ptr, dgates_ptr, statistics_ptr)
+        out_ptr, lse_ptr = of_win
         delta_win, lse_win = load_statistics(
-            out_win_ptr,
-            lse_win_ptr,
-            statistics_ptr + 3 * plane,
-            gated,
-            dout,
-            out_row,
-            at,
-            at,
-            rows.ok,
-            2,
-            DV,
-            BLOCK_DV,
+            out_ptr, lse_ptr + at, statistics_ptr + plane, gated, *of_rows, 2, DV, BLOCK_DV
         )
         statistics = of_both(lse_slc, delta_slc, lse_win, delta_win)
         q = load_tile(q_ptr, q_at, rows.ok, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
@@ -228,7 +201,7 @@ def shared_dq_kernel(
 
 
 @kernel(do_not_specialize=VARYING)
-def shared_dkv_kernel(
+def selected_range_dkv_kernel(
     q_source,
     k_ptr,
     v_ptr,
@@ -252,14 +225,14 @@ def shared_dkv_kernel(
     softmax_scale,
     size,
     HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """dK and dV: final ``[S, Hkv, D]`` with one chunk, else fp32 sums ``[chunks, S, Hkv, D]``.
 
     Program (i, h, c) computes the i-th block of keys of KV head h, in a loop over the queries of
     chunk c from the first key on, head by head. ``words`` ``[Hkv, T]`` tell which blocks a query
-    selected, ``statistics`` are those that ``shared_dq_kernel`` wrote.
+    selected, ``statistics`` are those that ``selected_range_dq_kernel`` wrote.
     """
     D: tl.constexpr = HEADS.D
     DV: tl.constexpr = HEADS.DV
@@ -270,6 +243,7 @@ def shared_dkv_kernel(
     BLOCK_M: tl.constexpr = TILE.rows
     BLOCK_N: tl.constexpr = TILE.keys
     KEYS_AS_ROWS: tl.constexpr = TILE.keys_as_rows
+    TMA: tl.constexpr = TILE.tma
     head_kv = tl.program_id(1)
     chunk = tl.program_id(2)
     sequence, tile = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, BLOCK_N)
@@ -314,18 +288,10 @@ def shared_dkv_kernel(
                     queries = Span(head, first_q, num_q)
                     # Load queries [BLOCK_M, BLOCK_D] and dout [BLOCK_M, BLOCK_DV].
                     q = load_keys(
-                        q_source, queries, row, stride_q, D, BLOCK_D, BLOCK_M, past_end, TILE.tma
+                        q_source, queries, row, stride_q, D, BLOCK_D, BLOCK_M, past_end, TMA
                     )
                     dout = load_keys(
-                        dout_source,
-                        queries,
-                        row,
-                        stride_do,
-                        DV,
-                        BLOCK_DV,
-                        BLOCK_M,
-                        past_end,
-                        TILE.tma,
+                        dout_source, queries, row, stride_do, DV, BLOCK_DV, BLOCK_M, past_end, TMA
                     )
                     # Columns [BLOCK_M, 1], so that each element is loaded and computed once.
                     m = (row + tl.arange(0, BLOCK_M))[:, None]
@@ -337,7 +303,7 @@ def shared_dkv_kernel(
                     lse_win = tl.load(at + 2 * plane, mask=inside, other=inf) * LOG2_E
                     delta_win = tl.load(at + 3 * plane, mask=inside, other=zero)
                     both = of_both(lse_slc, delta_slc, lse_win, delta_win)
-                    selected = selects(words, n // BLOCK_SIZE)
+                    selected = selects(words, n // BLOCKS.SIZE)
                     win = (i >= stop * G) | (step < edge)
                     lse, factor, delta = rows_of(both, selected, i < stop * G, win)
                     lse, factor, delta = tl.sum(lse, 1), tl.sum(factor, 1), tl.sum(delta, 1)
@@ -362,18 +328,15 @@ def shared_dkv_kernel(
 
 
 def is_one_pass(inputs: SelectedInputs, call: Call) -> bool:
-    """Whether :func:`shared_backward` runs, by shapes alone.
+    """Whether :func:`shared_backward` can run and is faster, by shapes alone.
 
-    Heads have at most 128 columns, and the blocks of a sequence fit in a word and in the tuning
-    table's number of blocks.
+    The blocks of a sequence fit in a word: two passes are faster with 128 blocks. Heads have at
+    most 128 columns.
     """
-    q, k, v, block_indices = inputs
-    if call.algorithm == "gathered" or max(q.shape[-1], v.shape[-1]) > 128:
-        return False
-    blocks = cdiv(call.sequences.len_k, call.config.block_size)
-    most = tile_for("shared_attention_dkv", q, v).blocks or MOST_BLOCKS
-    has_work = q.shape[0] and k.shape[0] and block_indices.numel()
-    return bool(has_work) and word_of(blocks) > 0 and blocks <= most
+    _, k, v, block_indices = inputs
+    num_blocks = cdiv(call.sequences.len_k, call.config.block_size)
+    fits = word_of(num_blocks) > 0 and max(k.shape[-1], v.shape[-1]) <= 128
+    return fits and call.algorithm != "gathered" and min(k.numel(), block_indices.numel()) > 0
 
 
 def shared_backward(
@@ -396,79 +359,42 @@ def shared_backward(
         grads: outputs for dq, dk and dv, contiguous.
         gated: gates and gradients for the backward of the gated sum.
     """
-    (q, k, v, block_indices), dout, (dq, dk, dv) = inputs.read(), rows(dout), grads
-    where, config, num_q = call.sequences, call.config, q.shape[0]
-    keys, group_size = KeyRange.of_tokens(call), q.shape[1] // k.shape[1]
-    tile, used = once(lambda: fitted("shared_attention_dq", inputs, call))
-    bits = word_of(cdiv(where.len_k, config.block_size))
-    word = torch.int64 if bits > 32 else torch.int32
-    words = block_indices.new_empty(k.shape[1], num_q, dtype=word)
-    statistics = torch.empty(4, q.shape[1], num_q, dtype=torch.float32, device=q.device)
-    sizes = (group_size, config.block_size, used)
-    lists = make_lists(block_indices, where, *sizes, None, words=words, window=config.window_size)
-    constants: dict[str, Any] = {
-        "stride_q": q.stride(),
-        "stride_k": k.stride(),
-        "stride_v": v.stride(),
-        "stride_do": dout.stride(),
-        "softmax_scale": call.softmax_scale,
-        "size": config.window_size,
-        "HEADS": Heads.of(q, v),
-        "BLOCK_SIZE": config.block_size,
-    }
+    inputs, dout, where = inputs.read(), rows(dout), call.sequences
+    (q, k, v, block_indices), (dq, *dkv) = inputs, grads
+    num_kv_heads, block_size = k.shape[1], call.config.block_size
+    tile, used = once(lambda: fitted("selected_range_dq", inputs, call))
+    word = torch.int32 if word_of(cdiv(where.len_k, block_size)) == 32 else torch.int64
+    words = block_indices.new_empty(num_kv_heads, q.shape[0], dtype=word)
+    statistics = q.new_empty(4, q.shape[1], q.shape[0], dtype=torch.float32)
+    sizes = (q.shape[1] // num_kv_heads, block_size, used)
+    window_size = call.config.window_size
+    lists = make_lists(block_indices, where, *sizes, None, words=words, window=window_size)
 
-    def plan() -> Launch:
-        num_kv_heads, num_lists, list_len = lists.block.shape
-        more = {"TILE": tile, "ROWS": used, "LIST_LEN": list_len, "ADD": gated.adds}
-        options = {**constants, **more, **tile.launch_options()}
-        return Launch(shared_dq_kernel, (num_lists, num_kv_heads), **options)
+    def plan() -> tuple[Launch, KeyPlan]:
+        constants = {**constants_of(inputs, call, dout), "size": window_size}
+        queries = over_lists(selected_range_dq_kernel, lists, tile, used, constants, ADD=gated.adds)
+        keys = fitting(tile_named("selected_range_dkv", inputs, call), q, dout)
+        grid = where.num_tiles(k.shape[0], keys.keys, where.len_k), num_kv_heads
+        chunks = min(cdiv(PROGRAMS, grid[0] * grid[1]), cdiv(where.len_q, CHUNK_ROWS))
+        chunk_rows = cdiv(cdiv(where.len_q, chunks), keys.rows) * keys.rows
+        chunked = (cdiv(where.len_q, chunk_rows), chunk_rows)
+        return queries, key_plan(selected_range_dkv_kernel, keys, grid, chunked, constants, False)
 
-    once(plan)(
+    query_gradient, key_gradients = once(plan)
+    query_gradient(
         q,
         source(k, tile.keys, tile),
         source(v, tile.keys, tile),
         dout,
         (selected.out, selected.lse),
         (window.out, window.lse.t()),
-        gated.gates,
-        gated.dgates,
-        statistics,
+        gated.pointers(statistics),
         dq,
         tuple(lists),
         *where.arguments(),
         lists.block.shape[1],
-        num_q,
+        q.shape[0],
     )
-
-    def plan_keys() -> tuple[Tile, int, int, Launch, Launch]:
-        tile = fitting(tile_named("shared_attention_dkv", inputs, call), q, dout)
-        grid = where.num_tiles(k.shape[0], tile.keys, where.len_k), k.shape[1]
-        chunks = min(cdiv(PROGRAMS, grid[0] * grid[1]), cdiv(where.len_q, CHUNK_ROWS))
-        chunk_rows = cdiv(cdiv(where.len_q, chunks), tile.rows) * tile.rows
-        chunks = cdiv(where.len_q, chunk_rows)
-        options = {**constants, "TILE": tile, **tile.launch_options()}
-        launch = Launch(shared_dkv_kernel, (*grid, chunks), **options)
-        options = {"HEADS": constants["HEADS"], "BLOCK_N": tile.keys, "WINDOW": False}
-        options |= reduction_options(tile.keys, k.shape[2], v.shape[2])
-        return tile, chunks, chunk_rows, launch, Launch(range_reduce_kernel, (*grid, 2), **options)
-
-    tile, chunks, chunk_rows, launch, reduce = once(plan_keys)
-    sums = [dk, dv]
-    if chunks > 1:
-        sums = [x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in sums]
-    launch(
-        source(q, tile.rows, tile),
-        k,
-        v,
-        source(dout, tile.rows, tile),
-        words,
-        statistics,
-        *sums,
-        *where.arguments(),
-        num_q,
-        chunk_rows,
-        k.shape[0],
-    )
-    if chunks > 1:
-        chunked = (chunk_rows, k.shape[0], keys.size, keys.stride)
-        reduce(*sums, dk, dv, *keys.arguments(), *chunked)
+    read, of_words = RangeInputs(q, k, v), (words, statistics)
+    tokens = KeyRange.of_tokens(call)
+    key_gradients.run(read, dout, of_words, where.arguments(), (dkv[0], dkv[1]), tokens)

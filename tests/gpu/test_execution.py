@@ -162,11 +162,11 @@ def test_plan_of_an_operator(name, calls):
 
 
 @pytest.mark.filterwarnings("default")  # warnings of the compiler
-def test_compiled_whole_serves_all_lengths():
-    check_compiled(
-        [seed_case(*lengths) for lengths in ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))],
-        "inductor",
-    )
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_compiled_whole_serves_all_lengths(share_kv):
+    lengths = ((1000, 200), (517, 0), (3000, 2222), (20_000, 70))
+    cases = (seed_case(*some) for some in lengths)
+    check_compiled([sharing(case) if share_kv else case for case in cases], "inductor")
 
 
 # Where one call is long enough for the next of them, sums are cut into chunks, lists of tiles come

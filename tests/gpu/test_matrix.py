@@ -71,6 +71,11 @@ def test_many_sequences():
         run(seed_case(*lengths, 300)).check()
 
 
+@pytest.mark.parametrize("length", [4096, 4097])
+def test_longest_sequence_of_one_pass(length):
+    RUNS["shared"](seed_case(length)).check()
+
+
 def of_seed(**changes: Any) -> NSAConfig:
     return dataclasses.replace(SEED, **changes)
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa import PhiWeights, Rope, select_blocks
+from nsa.ops import shared_kv
+from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import Streams
 from nsa.ops._triton.tiles import cos_sin
@@ -23,6 +25,7 @@ from nsa.ops.compression import Raw, ops, run_compress
 from nsa.ops.projection import kernels as projection_launch
 from nsa.ops.range import launch as range_launch
 from nsa.ops.selected import launch
+from nsa.ops.selected.types import SelectedInputs
 from nsa.ops.selection import launch as selection_launch
 from tests.kernels.test_properties import NARROW, short_chunks  # noqa: F401
 from tests.ops.cases import small
@@ -464,6 +467,42 @@ WHOLES: dict[str, Case] = {
 @pytest.mark.parametrize("name", WHOLES)
 def test_whole(name):
     RUNS["whole"](WHOLES[name]).check()
+
+
+BOTH: dict[str, Any] = {"scores": "random", "branches": ("slc", "win"), "share_kv": True}
+# Whether one pass computes the gradients of selected branch and window.
+SHARED: dict[str, tuple[Case, bool]] = {
+    "packed": (Case(heads(3, 2, **BOTH, window_size=21), (35, 1, 0, 9)), True),
+    "steps": (Case(heads(5, **BOTH, block_size=32, window_size=7), (70,), (20,)), True),
+    "fp16": (Case(heads(2, **BOTH, head_dim=48), (37,), dtype=torch.float16), True),
+    "33 blocks": (Case(heads(1, **BOTH), (520,), (5,)), True),
+    "gathered": (Case(heads(1, **BOTH), (20,), algorithm="gathered"), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_keys(name, monkeypatch):
+    """Queries are cut into chunks, some of which see no key of a block."""
+    case, expected = SHARED[name]
+    passes = mock.Mock(wraps=shared_kv.shared_backward)
+    monkeypatch.setattr(shared_kv, "shared_backward", passes)
+    monkeypatch.setattr(shared_kv, "CHUNK_ROWS", 16)
+    with tiles_chosen_by(lambda key, tile: Tile(16, 16, 4, 1)):
+        RUNS["whole"](case).check()
+    assert passes.called == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "expected"), [(1024, 128, True), (1025, 16, False), (20, 144, False)]
+)
+def test_one_pass_by_shapes(length, head_dim, expected):
+    """At most 64 blocks of 16 tokens, and 128 columns."""
+    q, k = torch.empty(length, 4, head_dim), torch.empty(length, 2, head_dim)
+    where = Sequences(None, 1, length, length, q.device)
+    inputs = SelectedInputs(q, k, k, torch.empty(length, 2, 4, dtype=torch.int32))
+    call = Call(heads(2, 2, **BOTH, head_dim=head_dim, value_dim=head_dim), where, 1.0)
+    assert shared_kv.is_one_pass(inputs, call) == expected
 
 
 def test_combination_of_some_branches():

@@ -109,6 +109,10 @@ def rows_whole(x: Tokens, case: Case) -> list[Tensor]:
         return [native_sparse_attention(**given, phi=None, config=case.config, **options)]
 
 
+def rows_shared(x: Tokens, case: Case) -> list[Tensor]:
+    return rows_whole({**x, "k_win": x["k_slc"], "v_win": x["v_slc"]}, case)
+
+
 OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "compressed": rows_cmp,
     "choice": rows_selection,
@@ -117,6 +121,7 @@ OPERATORS: dict[str, Callable[[Tokens, Case], list[Tensor]]] = {
     "gathered": rows_slc,
     "window": rows_win,
     "whole": rows_whole,
+    "shared": rows_shared,
 }
 
 

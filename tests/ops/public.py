@@ -7,6 +7,7 @@ with small cases, and on a GPU with large ones.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -202,6 +203,10 @@ class Results:
             d: sampled_values(name, self.inputs, sample, config, d, self.phi)
             for d in (dtype, torch.float64)
         }
+        if name == "attention" and config.share_kv:
+            for found, kind in itertools.product(values.values(), "kv"):
+                (own, slc), (_, win) = found[f"d{kind}_slc"], found[f"d{kind}_win"]
+                found[f"d{kind}_slc"] = own, slc + win
         exact = values[torch.float64]
         size = max(float(exact[key][1].norm()) for key in actual if key != "lse")
         # If no query sees two keys, dQ and dK are 0 but for rounding: no relative error is defined.
@@ -403,12 +408,16 @@ def run_whole(
 ) -> Results:
     """The whole, its gradients, and the blocks that it selected on the way."""
     config, x = case.config, x or case.inputs()
+    if config.share_kv:
+        x = dataclasses.replace(x, k_win=x.k_slc, v_win=x.v_slc)
     rope = Rope.from_config(config) if rope is None else rope
     parameters, tokens = parameters_of(case), named_tensors(x)
     if config.compress_rope == "none":
         tokens["q_cmp"] = case.normal(*x.q.shape, seed=9)
     leaves = leaves_of(*tokens.values(), *parameters.values())
     named: dict[str, Tensor] = dict(zip([*tokens, *parameters], leaves, strict=True))
+    if config.share_kv:
+        named |= {f"{kind}_win": named[f"{kind}_slc"] for kind in "kv"}
     phi = phi_of(named)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -426,7 +435,8 @@ def run_whole(
     dout = case.normal(*out.shape, seed=11) if dout is None else dout
     found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
     grads = {f"d{n}": grad for n, grad in zip(named, found, strict=True) if grad is not None}
-    on = [f"{kind}_{b}{'_raw' * (b == 'cmp')}" for b in config.branches for kind in ("k", "v")]
+    own = [b for b in config.branches if b != "win" or not config.share_kv]
+    on = [f"{kind}_{b}{'_raw' * (b == 'cmp')}" for b in own for kind in ("k", "v")]
     of_keys = {f"d{name}": grads[f"d{name}"] for name in on}
     of_weights = {f"d{name}": grads[f"d{name}"] for name in parameters if "cmp" in config.branches}
     names = [name for name in ("dq", "dgates", "dq_cmp") if name in grads]
@@ -464,7 +474,13 @@ def phi_of(named: Mapping[str, Tensor]) -> tuple[PhiWeights, PhiWeights] | None:
 RUNS: dict[str, Callable[..., Results]] = {
     **{name: partial(run_branch, name) for name in ("compressed", *ALGORITHMS, "window")},
     "whole": run_whole,
+    "shared": lambda case: run_whole(sharing(case)),
 }
+
+
+def sharing(case: Case) -> Case:
+    """The case with the same keys and values in selected branch and window."""
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, share_kv=True))
 
 
 def check_project(case: Case) -> None:

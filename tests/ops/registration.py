@@ -129,6 +129,8 @@ def whole_of(config: NSAConfig, backend: str) -> Any:
 
     def run(tensors: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
         given: Any = {name: x for name, x in tensors.items() if not name.startswith("phi_")}
+        if config.share_kv:
+            given |= {"k_win": given["k_slc"], "v_win": given["v_slc"]}
         offsets: Any = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         options: Any = {"config": config, "rope": rope, "backend": backend}
         return native_sparse_attention(**given, phi=phi_of(tensors), **options, **offsets)
@@ -140,6 +142,8 @@ def tensors_of(case: Case) -> tuple[dict[str, Tensor], Tensor]:
     """Leaves of the whole by name, parameters of phi included, and cu_seqlens."""
     x = case.inputs()
     named = named_tensors(x) | parameters_of(case)
+    if case.config.share_kv:
+        del named["k_win"], named["v_win"]
     return dict(zip(named, leaves_of(*named.values()), strict=True)), x.cu_seqlens_q
 
 

@@ -274,12 +274,11 @@ def softmax_result(row_max, total, acc):
 @triton.jit
 def load_statistics(
     out_ptr,
-    lse_ptr,
+    lse_pointers,
     delta_ptr,
     gated,
     dout,
     out_row,
-    lse_at,
     at,
     ok,
     BRANCH: tl.constexpr,
@@ -288,12 +287,12 @@ def load_statistics(
 ):
     """delta and lse (base 2) ``[M]`` of rows of queries by heads, stored at offsets ``at``.
 
-    lse is loaded from offsets ``lse_at``.
-
     delta, the row sum of ``out * dout``, is stored. With gates, ``dout`` is the gradient of the
     gated sum of the branches, and delta is the gradient of this branch's gate. The gate is folded
     into lse, which is stored as well: lse - log(gate) multiplies every probability by the gate, at
     no cost in the loops over keys.
+
+    ``lse_pointers`` ``[M]`` are those of the branch's lse.
 
     ``gated`` is None, or pointers to gates ``[T, Hq, 3]``, their gradients and the gated lse;
     ``out_row`` ``[M]`` are rows of out ``[T * Hq, Dv]`` and of the gates.
@@ -301,7 +300,7 @@ def load_statistics(
     out = load_rows(out_ptr, out_row, ok, DV, DV, BLOCK_DV)  # [M, BLOCK_DV]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(delta_ptr + at, delta, mask=ok)
-    lse = tl.load(lse_ptr + lse_at, mask=ok, other=float("inf"))
+    lse = tl.load(lse_pointers, mask=ok, other=float("inf"))
     if gated is not None:
         gates_ptr, dgates_ptr, gated_lse_ptr = gated
         gate_at = out_row * 3 + BRANCH

@@ -238,12 +238,11 @@ def range_dq_kernel(
         at = rows.head.to(tl.int64) * num_rows + first_q + rows.row
         delta, lse = load_statistics(
             out_ptr,
-            lse_ptr,
+            lse_ptr + at,
             delta_ptr,
             gated,
             dout,
             out_row,
-            at,
             at,
             rows.ok,
             BRANCH,

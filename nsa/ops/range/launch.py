@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_queries
-from nsa.ops._layout import Gated, Heads, block_of, by_head, cdiv, rows
+from nsa.ops._layout import Gated, Heads, by_head, cdiv, rows
 from nsa.ops._operator import KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch, fitting, source
@@ -35,15 +35,6 @@ TARGET_PROGRAMS = 10_240
 def tile_name(kind: str, keys: KeyRange) -> str:
     """Kernel name in the tile tables; very many keys have a separate tile."""
     return f"{keys.name}_{kind}{'_long' * (not keys.window and keys.len_key >= LONG_KEYS)}"
-
-
-def reduction_options(keys: int, head_dim: int, value_dim: int) -> dict[str, int]:
-    """Launch options of a kernel that sums dK and dV of this many keys.
-
-    The sums fit in 64 registers per thread.
-    """
-    warps = min(max(keys * block_of(max(head_dim, value_dim)) // 1024, 4), 16)
-    return {"num_warps": warps, "maxnreg": min(MOST_REGISTERS, 2048 // warps)}
 
 
 def range_forward(inputs: RangeInputs, keys: KeyRange, results: RangeResults) -> None:
@@ -162,8 +153,8 @@ class RangeBackward:
 
     def key_gradients(self) -> tuple[Tensor, Tensor]:
         """Second half of the backward, after dQ: dk and dv in the shapes of k and v, contiguous."""
-        q, k, v = self.inputs
-        keys, dout, num_q = self.keys, self.dout, q.shape[0]
+        (q, k, v), keys = self.inputs, self.keys
+        num_q = q.shape[0]
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         plan = once(lambda: plan_keys(self))
         if not keys.window or num_q == 0:
@@ -172,34 +163,13 @@ class RangeBackward:
             dv.zero_()
         if num_q == 0 or plan.num_chunks == 0:
             return dk, dv
-        is_partial = plan.num_chunks > 1
-        dk_sum, dv_sum = dk, dv
-        if is_partial:
-            dk_sum = k.new_empty(plan.num_chunks, *k.shape, dtype=torch.float32)
-            dv_sum = v.new_empty(plan.num_chunks, *v.shape, dtype=torch.float32)
-        tile = plan.tile
-        plan.launch(
-            source(q, tile.rows, tile),
-            k,
-            v,
-            source(dout, tile.rows, tile),
-            self.gated_lse,
-            self.delta,
-            dk_sum,
-            dv_sum,
-            *keys.arguments(),
-            num_q,
-            plan.chunk_rows,
-            k.shape[0],
-        )
-        if is_partial:
-            sizes = (plan.chunk_rows, k.shape[0], keys.size, keys.stride)
-            plan.reduce(dk_sum, dv_sum, dk, dv, *keys.arguments(), *sizes)
+        statistics = (self.gated_lse, self.delta)
+        plan.run(self.inputs, self.dout, statistics, keys.arguments(), (dk, dv), keys)
         return dk, dv
 
 
 class KeyPlan(NamedTuple):
-    """Plan of :meth:`RangeBackward.key_gradients`.
+    """Plan of kernels that compute dK and dV, in chunks of queries.
 
     Attributes:
         tile: tile of the dK and dV kernel.
@@ -215,6 +185,60 @@ class KeyPlan(NamedTuple):
     launch: Launch
     reduce: Launch
 
+    def run(
+        self,
+        inputs: RangeInputs,
+        dout: Tensor,
+        statistics: tuple[Tensor, Tensor],
+        where: tuple[Any, ...],
+        grads: tuple[Tensor, Tensor],
+        keys: KeyRange,
+    ) -> None:
+        """Launch the kernels, which write ``grads``, dk and dv.
+
+        Args:
+            inputs: queries, keys and values.
+            dout: gradient of the output.
+            statistics: further tensors that the dK and dV kernel reads.
+            where: its arguments that locate the sequences.
+            grads: contiguous outputs.
+            keys: range of keys that tells which chunks have a sum.
+        """
+        (q, k, v), tile, sums = inputs, self.tile, grads
+        if self.num_chunks > 1:
+            dk, dv = (x.new_empty(self.num_chunks, *x.shape, dtype=torch.float32) for x in grads)
+            sums = dk, dv
+        read = source(q, tile.rows, tile), k, v, source(dout, tile.rows, tile), *statistics
+        self.launch(*read, *sums, *where, q.shape[0], self.chunk_rows, k.shape[0])
+        if self.num_chunks > 1:
+            sizes = (self.chunk_rows, k.shape[0], keys.size, keys.stride)
+            self.reduce(*sums, *grads, *keys.arguments(), *sizes)
+
+
+def key_plan(
+    kernel: Any,
+    tile: Tile,
+    grid: tuple[int, int],
+    chunks: tuple[int, int],
+    constants: dict[str, Any],
+    window: bool,
+) -> KeyPlan:
+    """Plan of a kernel for blocks of keys by KV heads, with numbers as of :func:`chunks_of`."""
+    heads, options = constants["HEADS"], tile.launch_options()
+    launch = Launch(kernel, (*grid, chunks[0]), **constants, TILE=tile, **options)
+    # The sums of dK or dV fit in 64 registers per thread.
+    warps = min(max(tile.keys * max(heads.BLOCK_D, heads.BLOCK_DV) // 1024, 4), 16)
+    reduce = Launch(
+        range_reduce_kernel,
+        (*grid, 2),
+        HEADS=heads,
+        BLOCK_N=tile.keys,
+        WINDOW=window,
+        num_warps=warps,
+        maxnreg=min(MOST_REGISTERS, 2048 // warps),
+    )
+    return KeyPlan(tile, *chunks, launch, reduce)
+
 
 def plan_keys(backward: RangeBackward) -> KeyPlan:
     """Plan the second half of the backward."""
@@ -228,19 +252,8 @@ def plan_keys(backward: RangeBackward) -> KeyPlan:
     if q.shape[1] == num_kv_heads and tile.max_registers is not None:
         # Evenly spaced addresses are kept in registers, which leaves none for pipelined edges.
         tile = tile._replace(edge_stages=1)
-    constants, grid = backward.constants(), (num_blocks, num_kv_heads)
-    launch = Launch(
-        range_dkv_kernel, (*grid, chunks[0]), **constants, TILE=tile, **tile.launch_options()
-    )
-    reduce = Launch(
-        range_reduce_kernel,
-        (*grid, 2),
-        HEADS=constants["HEADS"],
-        BLOCK_N=tile.keys,
-        WINDOW=keys.window,
-        **reduction_options(tile.keys, k.shape[2], v.shape[2]),
-    )
-    return KeyPlan(tile, *chunks, launch, reduce)
+    grid, constants = (num_blocks, num_kv_heads), backward.constants()
+    return key_plan(range_dkv_kernel, tile, grid, chunks, constants, keys.window)
 
 
 def chunks_of(len_q: int, most: int, window: bool, num_programs: int, rows: int) -> tuple[int, int]:

@@ -266,11 +266,10 @@ def selected_dq_kernel(
         )  # [BLOCK_M, BLOCK_DV]
         delta, lse = load_statistics(
             out_ptr,
-            lse_ptr,
+            lse_ptr + out_row,
             delta_ptr,
             gated,
             dout,
-            out_row,
             out_row,
             out_row,
             rows.ok,
@@ -349,5 +348,5 @@ def selected_delta_kernel(
         dout_at = token * stride_do[0] + head * stride_do[1]
         dout = load_tile(dout_ptr, dout_at, ok, HEADS.DV, HEADS.BLOCK_DV)  # [BLOCK_R, BLOCK_DV]
         load_statistics(
-            out_ptr, lse_ptr, delta_ptr, gated, dout, r, r, r, ok, 1, HEADS.DV, HEADS.BLOCK_DV
+            out_ptr, lse_ptr + r, delta_ptr, gated, dout, r, r, ok, 1, HEADS.DV, HEADS.BLOCK_DV
         )
