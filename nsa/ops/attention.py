@@ -97,6 +97,13 @@ class BranchInputs(NamedTuple):
             return self._replace(k_win=self.k_slc, v_win=self.v_slc)
         return self
 
+    def summed(self) -> BranchInputs:
+        """Gradients of :meth:`shared` inputs: the sum of those of both branches, if both exist."""
+        for total, of_window in ((self.k_slc, self.k_win), (self.v_slc, self.v_win)):
+            if total is not None and of_window is not None:
+                total += of_window
+        return self._replace(k_win=None, v_win=None)
+
     @property
     def window(self) -> RangeInputs | None:
         """Inputs of the window."""
@@ -238,6 +245,9 @@ def _check_numbers(inputs: BranchInputs) -> None:
             check_keys(argument, k)
 
 
+NO_GRADIENTS: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
 def _backward(
     inputs: BranchInputs, results: AttentionResults, dout: Tensor, call: Call
 ) -> BranchInputs:
@@ -246,34 +256,29 @@ def _backward(
     from nsa.ops.selected.launch import selected_backward
     from nsa.ops.shared_kv import is_one_pass, shared_backward
 
-    shares, inputs = inputs.k_win is None, inputs.windowed(call)
-    inputs = inputs._replace(q=rows(inputs.q), gates=inputs.gates.contiguous())
-    dout = rows(dout)
+    shares = inputs.k_win is None and "win" in call.config.branches
+    dout, q, gates = rows(dout), rows(inputs.q), inputs.gates.contiguous()
+    inputs = inputs.windowed(call)._replace(q=q, gates=gates)
     # Before the fork: everything that both streams use, including offsets and copied layouts, and
     # the side stream's results. Branches add to dq in the order compressed, window, selected.
-    dq, dgates = inputs.q.new_empty(inputs.q.shape), torch.zeros_like(inputs.gates)
+    dq, dgates = q.new_empty(q.shape), torch.zeros_like(gates)
     dq_cmp = cmp = win = None
     adds = False
     compressed = None if inputs.v_cmp is None else inputs.compressed
     if compressed is not None:
-        if inputs.q_cmp is not None:
-            dq_cmp = inputs.q.new_empty(inputs.q.shape)
+        dq_cmp = None if inputs.q_cmp is None else q.new_empty(q.shape)
         given = (compressed, results.compressed, dout, dq if dq_cmp is None else dq_cmp)
-        cmp = RangeBackward(*given, KeyRange.of_blocks(call), Gated(inputs.gates, dgates))
+        cmp = RangeBackward(*given, KeyRange.of_blocks(call), Gated(gates, dgates))
         adds = dq_cmp is None
     selected, window = inputs.selected(results.block_indices), inputs.window
-    one_pass = False
-    if shares and selected is not None and window is not None:
-        one_pass = once(lambda: is_one_pass(selected, call))
+    one_pass = shares and selected is not None and once(lambda: is_one_pass(selected, call))
     if window is not None and not one_pass:
-        given, gated = (window, results.window, dout, dq), Gated(inputs.gates, dgates, adds)
+        given, gated = (window, results.window, dout, dq), Gated(gates, dgates, adds)
         win = RangeBackward(*given, KeyRange.of_window(call), gated)
         adds = True
-    dk_slc = dv_slc = None
-    if selected is not None:
-        dk_slc, dv_slc = (x.new_empty(x.shape) for x in (selected.k, selected.v))
-    dkv_cmp: tuple[Tensor | None, Tensor | None] = (None, None)
-    dkv_win: tuple[Tensor | None, Tensor | None] = (None, None)
+    dk_slc = None if selected is None else selected.k.new_empty(selected.k.shape)
+    dv_slc = None if selected is None else selected.v.new_empty(selected.v.shape)
+    dkv_cmp = dkv_win = NO_GRADIENTS
     # All dQ and the selected branch in sequence, concurrently with dK and dV of the ranges.
     with fork_join(inputs.q.device, enabled=[cmp, win, dk_slc].count(None) < 2) as streams:
         with streams.on_side():
@@ -286,7 +291,7 @@ def _backward(
                     win.query_gradient()
             wait_win = streams.record()
             if selected is not None and dk_slc is not None and dv_slc is not None:
-                grads, gated = (dq, dk_slc, dv_slc), Gated(inputs.gates, dgates, adds)
+                grads, gated = (dq, dk_slc, dv_slc), Gated(gates, dgates, adds)
                 slc = results.selected
                 with stage(SELECTED):
                     if one_pass:
@@ -301,14 +306,9 @@ def _backward(
         if win is not None:
             with stage(WINDOW):
                 dkv_win = win.key_gradients()
-    if shares:
-        for total, of_window in zip((dk_slc, dv_slc), dkv_win, strict=True):
-            if total is not None and of_window is not None:
-                total += of_window
-        dkv_win = (None, None)
-    has_dq = adds or dk_slc is not None
-    of_keys = (*dkv_cmp, dk_slc, dv_slc, *dkv_win)
-    return BranchInputs(dq if has_dq else None, dq_cmp, *of_keys, dgates)  # type: ignore[arg-type]
+    found = (dq if adds or selected else None, dq_cmp, *dkv_cmp, dk_slc, dv_slc, *dkv_win, dgates)
+    made = BranchInputs(*found)  # type: ignore[arg-type]
+    return made.summed() if shares else made
 
 
 attention_op = register_attention(

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import NativeSparseAttention
 from nsa.testing import packed_offsets
 from tests.gpu.matrix import DEVICE, MATRIX, SEED, seed_case
-from tests.ops.public import Case
+from tests.ops.public import Case, sharing
 from tests.ops.registration import (
     check_compiled,
     check_operator,

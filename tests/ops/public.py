@@ -204,9 +204,9 @@ class Results:
             for d in (dtype, torch.float64)
         }
         if name == "attention" and config.share_kv:
-            for found, kind in itertools.product(values.values(), "kv"):
-                (own, slc), (_, win) = found[f"d{kind}_slc"], found[f"d{kind}_win"]
-                found[f"d{kind}_slc"] = own, slc + win
+            for of_dtype, kind in itertools.product(values.values(), "kv"):
+                (own, slc), (_, win) = of_dtype[f"d{kind}_slc"], of_dtype[f"d{kind}_win"]
+                of_dtype[f"d{kind}_slc"] = own, slc + win
         exact = values[torch.float64]
         size = max(float(exact[key][1].norm()) for key in actual if key != "lse")
         # If no query sees two keys, dQ and dK are 0 but for rounding: no relative error is defined.
