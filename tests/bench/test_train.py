@@ -193,6 +193,8 @@ def test_steps_that_are_not_finite_get_no_figure(path, monkeypatch):
 
 FORWARD = ["range_fwd_kernel", "select_kernel", "selected_fwd_kernel", "nvjet_gemm"]
 BOTH = [*FORWARD, "range_dq_kernel", "range_dkv_kernel", "selected_dq_kernel"]
+# Those of a model with shared keys, whose names say that the window's gradients are among theirs.
+ONE_PASS = [*FORWARD, "selected_range_dq_kernel", "selected_range_dkv_kernel"]
 FLASH = "pytorch_flash::flash_fwd_kernel"
 
 
@@ -201,6 +203,7 @@ FLASH = "pytorch_flash::flash_fwd_kernel"
     [
         ("nsa", True, FORWARD, "fwd", None),
         ("nsa", True, FORWARD, "fwd_bwd", "no kernel with range_dq in its name ran"),
+        ("nsa", True, ONE_PASS, "fwd_bwd", None),
         ("nsa", True, [*BOTH, FLASH], "fwd_bwd", "which is attention of another library"),
         ("dense", True, [FLASH], "fwd", None),
         ("dense", True, ["nvjet_gemm"], "fwd", "no kernel with flash or fmha or cudnn or"),

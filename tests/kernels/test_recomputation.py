@@ -16,14 +16,17 @@ from tests.train.cases import MODEL, PATTERN
 from tests.train.execution.test_activations import Count
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:All-NaN slice encountered", "ignore:overflow encountered in exp2"
+    "ignore:All-NaN slice encountered",
+    "ignore:overflow encountered in exp2",
+    "ignore:invalid value encountered in subtract",
 )
 
 
 def test_attention_is_kept(monkeypatch):
     monkeypatch.setattr(nsa.attention, "choose_backend", lambda backend, tensor: "triton")
     torch.manual_seed(0)
-    model = LanguageModel(dataclasses.replace(MODEL, nsa=dataclasses.replace(PATTERN, phi="mean")))
+    pattern = dataclasses.replace(PATTERN, phi="mean", share_kv=True)
+    model = LanguageModel(dataclasses.replace(MODEL, nsa=pattern))
     (layer,) = model.decoder_layers()
     cu_seqlens = torch.tensor([0, 31, 70], dtype=torch.int32)
     found: dict[str, tuple[int, int, list[Tensor]]] = {}
