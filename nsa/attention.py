@@ -155,6 +155,8 @@ def native_sparse_attention(
     given = (q, *of_branches, gates, q_idx, k_idx)
     *packed, q_idx, k_idx = (None if x is None else pack(x) for x in given)
     inputs = AttentionInputs._make((*packed, phi, q_cmp, q_idx, k_idx))
+    if k_win is k_slc and v_win is v_slc:
+        inputs = inputs._replace(k_win=inputs.k_slc, v_win=inputs.v_slc)
     call = Call(config, sequences, scale_of(config, softmax_scale))
     return sequences.restore(attend(inputs, call, rope=rope, backend=backend).out)
 

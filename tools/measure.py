@@ -47,6 +47,8 @@ BY_TOKENS = " ".join(
         ("index-32", "scores=index,index_dim=32,index_keys=shared"),
     )
 )
+SHARED_KV = "--variant shared:share_kv=true"
+SHARED_KV += " --variant shared-token_max:share_kv=true,branches=[slc,win],scores=token_max"
 KEPT = ("every", "operators", "full")
 POLICIES = " ".join(f"--variant {name}:checkpointing.policy={name}" for name in KEPT)
 SWITCHES = "--variant launched:cuda_graphs=false --variant silent:telemetry=false"
@@ -67,6 +69,7 @@ MEASUREMENTS = {
     "seed": [f"{BOTH} --seqs 2048,8192,32768,65536 {SHARED} {DENSE}"],
     "wide": [f"{BOTH} --shape wide --seqs 8192,65536 {SHARED} {DENSE}"],
     "seed-operators": [f"{OPERATORS} --seqs 2048,8192,32768,65536"],
+    "32x8": [f"{WHOLE} --shape 32x8x128x128 --seqs 2048,8192,65536 {DENSE}"],
     "wide-operators": [f"{OPERATORS} --shape wide --seqs 8192,65536"],
     "paper": [f"{WHOLE} --shape paper --seqs 8192 {DENSE}"],
     "others": [f"{WHOLE},attention.window {DENSE},dense-fa2,flex"],
@@ -81,6 +84,7 @@ MEASUREMENTS = {
         f"{WHOLE} --shape 16x2x64x64 --tokens 65536 {NSA}",
     ],
     "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
+    "shared-kv": [f"{WHOLE} --seqs 2048,4096,8192,65536 {DENSE} {SHARED_KV}"],
     "selection": [f"{WHOLE} --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
     "index-loss": [
         f"bench train --config 78m-8k --seqs 8192,65536 {STEP} --mode fwd_bwd {NSA}"

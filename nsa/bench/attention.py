@@ -29,6 +29,7 @@ from nsa.bench.cases import (
     Tensors,
     make_tensors,
     prepare,
+    shares_keys,
     useful_work,
 )
 from nsa.bench.clock import Fields, Subject, UnsupportedError, measure, time_call
@@ -122,7 +123,8 @@ class Provider:
             branch = "win" if case.name == "attention.window" else "slc"
             names = ("q", f"k_{branch}", f"v_{branch}")
         elif case.name == "attention":  # without those of branches that are off
-            names = tuple(x for x in names if {*x.split("_")[1:2]} <= {*config.branches})
+            own = {*config.branches} - {"win" if shares_keys(config) else ""}
+            names = tuple(x for x in names if {*x.split("_")[1:2]} <= own)
         # FlexAttention on a CPU refuses inputs with gradients.
         needs_grad = mode == "fwd_bwd"
         inputs = {name: tensors[name].detach().requires_grad_(needs_grad) for name in names}

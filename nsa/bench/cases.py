@@ -191,8 +191,19 @@ class Case:
         return MODES if self.inputs else MODES[:1]
 
 
+def shares_keys(config: NSAConfig) -> bool:
+    """Whether the window has the keys and values of the selected branch."""
+    return config.share_kv and {"slc", "win"} <= {*config.branches}
+
+
+def with_window(x: Tensors, config: NSAConfig) -> Tensors:
+    """Inputs of whole attention, with shared keys and values if the pattern shares them."""
+    return {**x, "k_win": x["k_slc"], "v_win": x["v_slc"]} if shares_keys(config) else x
+
+
 def _attention(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     call: Callable[..., Tensor] = native_sparse_attention
+    x = with_window(x, config)
     inputs = (x[name] for name in WHOLE_INPUTS)
     index = {name: x[name] for name in ("q_idx", "k_idx") if name in x}
     return call(*inputs, None, config, **index, rope=Rope.from_config(config), backend=backend)

@@ -17,6 +17,8 @@ from nsa.bench.cases import (
     prepare,
     scored,
     selected_counts,
+    shares_keys,
+    with_window,
 )
 from nsa.bench.clock import Fields, judge
 from nsa.config import NSAConfig
@@ -121,9 +123,13 @@ class Gate:
         sample = Sample(self.queries, keys, self._offsets, self._offsets)
         if case == "attention":  # uses the checked block indices
             assert self._block_indices is not None
-            whole = {**x, "block_indices": self._block_indices.flatten(0, 1)}
+            whole = {**with_window(x, config), "block_indices": self._block_indices.flatten(0, 1)}
             phi = Phi(rope=Rope.from_config(config))
-            return sampled_values(case, whole, sample, config, dtype, phi)
+            values = sampled_values(case, whole, sample, config, dtype, phi)
+            for kind in "kv" if shares_keys(config) else "":
+                rows, gradient = values[f"d{kind}_slc"]
+                values[f"d{kind}_slc"] = rows, gradient + values.pop(f"d{kind}_win")[1]
+            return values
         if case == "attention.combine":
             return self._combined(dtype)
         if case == "attention.compress":

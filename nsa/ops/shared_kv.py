@@ -331,11 +331,11 @@ def is_one_pass(inputs: SelectedInputs, call: Call) -> bool:
     """Whether :func:`shared_backward` can run and is faster, by shapes alone.
 
     The blocks of a sequence fit in a word: two passes are faster with 128 blocks. Heads have at
-    most 128 columns.
+    most 64 columns: larger ones are not measured.
     """
     _, k, v, block_indices = inputs
     num_blocks = cdiv(call.sequences.len_k, call.config.block_size)
-    fits = word_of(num_blocks) > 0 and max(k.shape[-1], v.shape[-1]) <= 128
+    fits = word_of(num_blocks) > 0 and max(k.shape[-1], v.shape[-1]) <= 64
     return fits and call.algorithm != "gathered" and min(k.numel(), block_indices.numel()) > 0
 
 

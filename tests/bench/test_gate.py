@@ -21,6 +21,7 @@ SMALL = NSAConfig(4, 2, 16, 32, 8, 4, 16, num_selected_blocks=4, window_size=32)
 
 BY_TOKEN = replace(SMALL, scores="token_max")
 INDEX = replace(SMALL, scores="index", index_dim=32, index_keys="shared")
+SHARED = replace(SMALL, share_kv=True)
 UNCOMPRESSED = replace(BY_TOKEN, branches=("slc", "win"))
 
 
@@ -53,6 +54,7 @@ def gradients(
         ("attention.selected", SMALL, torch.bfloat16),
         ("attention.compress", SMALL, torch.float16),
         ("attention", UNCOMPRESSED, torch.float32),
+        ("attention", SHARED, torch.float32),
     ],
 )
 def test_right_results_pass(name, config, dtype):
@@ -101,6 +103,11 @@ def test_a_wrong_result_is_rejected(name, change):
         results = results[[*CHANGES].index(change) :: 2]
     for which in results:
         assert f"{which}:" in altered(name, which, CHANGES[change])
+
+
+def test_gradients_of_one_branch_for_shared_keys_are_rejected():
+    own = measured("attention")[1]["dv_slc"]
+    assert "dv_slc:" in altered("attention", "dv_slc", lambda _: own, SHARED)
 
 
 def test_a_window_that_is_one_token_too_long_is_rejected():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa import PhiWeights, Rope, select_blocks
+from nsa import PhiWeights, Rope, native_sparse_attention, select_blocks
 from nsa.ops import shared_kv
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
@@ -493,11 +493,23 @@ def test_shared_keys(name, monkeypatch):
     assert passes.called == expected
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_shared_keys_of_a_dense_batch(monkeypatch):
+    passes = mock.Mock(wraps=shared_kv.shared_backward)
+    monkeypatch.setattr(shared_kv, "shared_backward", passes)
+    shapes = (2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16), (2, 40, 4, 3)
+    q, k, v, gates = leaves = [torch.rand(shape, requires_grad=True) for shape in shapes]
+    config = heads(2, 2, **BOTH)
+    out = native_sparse_attention(q, None, None, k, v, k, v, gates, None, config, backend="triton")
+    torch.autograd.grad(out.sum(), leaves)
+    assert passes.called
+
+
 @pytest.mark.parametrize(
-    ("length", "head_dim", "expected"), [(1024, 128, True), (1025, 16, False), (20, 144, False)]
+    ("length", "head_dim", "expected"), [(1024, 64, True), (1025, 16, False), (20, 80, False)]
 )
 def test_one_pass_by_shapes(length, head_dim, expected):
-    """At most 64 blocks of 16 tokens, and 128 columns."""
+    """At most 64 blocks of 16 tokens, and 64 columns."""
     q, k = torch.empty(length, 4, head_dim), torch.empty(length, 2, head_dim)
     where = Sequences(None, 1, length, length, q.device)
     inputs = SelectedInputs(q, k, k, torch.empty(length, 2, 4, dtype=torch.int32))

@@ -223,9 +223,6 @@ def _default_sizes(key: TileKey, capability: tuple[int, int] | None) -> Tile:
             return Tile(64, 64, warps, 3 if capability in LARGE_SHARED_MEMORY else 2)
         return Tile(64, 32, 8 if key.kernel == "selected_attention_fwd" else warps, 2)
     if key.head_size > 64:
-        if capability in OPERANDS_IN_SHARED_MEMORY and key.kernel.startswith("selected_range_"):
-            is_dkv = key.kernel.endswith("_dkv")
-            return Tile(32 if is_dkv else 64, 64, 8, 2, tma=True, keys_as_rows=is_dkv)
         return Tile(32, 32, warps, 1)
     if capability in OPERANDS_IN_SHARED_MEMORY:
         return Tile(64, 64, warps, 2)
