@@ -78,6 +78,7 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
     assert seen == {f"window_attention_{name}" for name in ("fwd", "dq", "dkv")}
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -87,6 +88,7 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
             for name in ("attention", "attention.choice")
             for scores in ("token_max", "index")
         ),
+        ("attention", {"scores": "token_max", "branches": ("slc", "win"), "share_kv": True}),
     ],
 )
 def test_kernels_pass_the_gate(name, changes, monkeypatch):
