@@ -101,8 +101,8 @@ def native_sparse_attention(
         v_cmp_raw: values of the compressed branch ``[S, Hkv, Dv]``.
         k_slc: rotated keys of the selected branch ``[S, Hkv, D]``.
         v_slc: values of the selected branch ``[S, Hkv, Dv]``.
-        k_win: rotated keys of the window ``[S, Hkv, D]``. If ``k_win`` and ``v_win`` are the objects
-            ``k_slc`` and ``v_slc``, the backward may process both branches in one pass.
+        k_win: rotated keys of the window ``[S, Hkv, D]``. If ``k_win`` and ``v_win`` are the
+            objects ``k_slc`` and ``v_slc``, the backward may process both branches in one pass.
         v_win: values of the window ``[S, Hkv, Dv]``.
         gates: activated gates ``[T, Hq, 3]``, order (cmp, slc, win), none below 0. On a GPU this is
             not checked (see :func:`check_inputs`); there a gate below 0 makes gradients NaN.
