@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,9 @@ import numpy as np
 import yaml
 
 from nsa.bench.report import markdown, table
+from nsa.lm.config import LMConfig
 from nsa.train.evaluation import Measurement, interval, student_t
+from nsa.train.load import load_config
 from nsa.train.measurements import compare, load_measurement
 from nsa.train.needles import wilson
 
@@ -40,10 +42,14 @@ SUMMARY = (
     "those predicted from at least 8,192 tokens; a positive difference means that the first model "
     "is better. Its 95% interval covers other books and other seeds; the variance over seeds is "
     "that of the residuals of all models. Gain: bits per byte that a passage of 128 tokens costs "
-    "less where it is repeated, by distance. Recall: attention outside the forced blocks that the "
-    "selection keeps, as a fraction of what the best blocks keep. Time to dense: time until the "
-    "last validation loss of the dense model is reached, at the median speeds of both, as a "
-    "fraction of the dense model's time."
+    "less where it is repeated, by distance; the intervals of its differences cover other seeds "
+    "alone. Recall: attention outside the forced blocks that the selection keeps, as a fraction of "
+    "what the best blocks keep. Time to dense: time until the last validation loss of the dense "
+    "model is reached, at the median speeds of both, as a fraction of the dense model's time."
+)
+AT_RANDOM = (
+    "At random: probability that a query would read a given block in some layer and KV head if it "
+    "selected random blocks beside the forced ones."
 )
 SELECTED = (
     "`nsa inspect` of the beginning of the validation text: mean gates, mean distance of the "
@@ -165,11 +171,15 @@ def group_tables(runs: Sequence[Run]) -> list[str]:
         PAIRED: differences(runs),
         f"Validation during training, {BITS}, mean over seeds.": by_step(runs),
         f"Passages of 128 tokens that are repeated, {BITS}, mean over seeds.": by_distance(runs),
-        "Needles found, share of exact matches, mean over seeds.": by_needle(runs, "needles"),
+        f"Needles found, share of exact matches, mean over seeds. {AT_RANDOM}": (
+            by_needle(runs, "needles")
+        ),
         "The same with passages of the text, 64 tokens, of which the last 8 are asked for.": (
             by_needle(runs, "passages")
         ),
-        "Lines of data.recall found in a text with one line.": by_needle(runs, "lookups"),
+        f"Lines of data.recall found in a text with one line. {AT_RANDOM}": (
+            by_needle(runs, "lookups")
+        ),
         f"Test by tokens of context, {BITS}, mean over seeds.": by_position(runs),
     }
     return [part for about, rows in tables.items() if rows for part in (about, lines_of(rows))]
@@ -228,16 +238,29 @@ def by_model(runs: Sequence[Run]) -> list[Row]:
     """Loss beside the first model's, repeats, recall and cost of each model."""
     measured = [run for run in runs if run.is_measured]
     is_long = any(run.row["seq_len"] > LATE for run in measured)
-    losses = [against_first(measured, context) for context in ((1, LATE) if is_long else (1,))]
+    losses, gains = list[dict[str, Row]](), list[dict[str, Row]]()
+    for context in (1, LATE) if is_long else (1,):
+        what = f"beyond {context:,}" if context > 1 else BITS
+        bits = {
+            run.name: float(run.test().beyond(context).figures()["bits_per_byte"])
+            for run in measured
+        }
+        losses.append(against_first(measured, what, bits, context))
+    far = {run.name: far_gains(run) for run in runs}
+    repeated = [run for run in runs if far[run.name]]
+    for distance in sorted({x for own in far.values() for x in own})[-2:]:
+        figures = {run.name: far[run.name][distance] for run in repeated}
+        gains.append(against_first(repeated, f"gain at {distance:,}", figures))
     found = list[Row]()
     for model, own in by_name(runs).items():
         row = {"model": model, "seeds": len(own), "parameters": own[0].row["parameters"]}
         for of_models in losses:
             row |= of_models.get(model, {})
-        repeats = [read_json(run.folder / "repeats.json").get("repeats", []) for run in own]
-        for bins in zip(*filter(None, repeats), strict=True):
-            if bins[0]["distance"] > 1000:
-                row[f"gain at {bins[0]['distance']:,}"] = fmean(map(gain, bins))
+        repeats = [far[run.name].items() for run in own if far[run.name]]
+        for bins in zip(*repeats, strict=True):
+            row[f"gain at {bins[0][0]:,}"] = fmean(one for _, one in bins)
+        for of_models in gains:
+            row |= of_models.get(model, {})
         layers = [read_json(run.folder / "selection.json").get("layers", []) for run in own]
         chosen = [x["selection"] for x in itertools.chain(*layers) if x["selection"]]
         row["recall"] = fmean(x["recall"] for x in chosen) if chosen else None
@@ -247,33 +270,43 @@ def by_model(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def against_first(runs: Sequence[Run], context: int) -> dict[str, Row]:
-    """Bits per byte of each model, and the difference to the first one with its 95% interval.
+def far_gains(run: Run) -> dict[int, float]:
+    """Gain of repeated passages by tokens back, above 1,000; empty if it was not measured."""
+    repeats = read_json(run.folder / "repeats.json").get("repeats", [])
+    return {one["distance"]: gain(one) for one in repeats if one["distance"] > 1000}
 
-    Its variance is that of the bootstrap over documents, plus twice the residual variance of an
-    analysis of variance with models and seeds, divided by the number of seeds.
+
+def against_first(
+    runs: Sequence[Run], what: str, figures: Mapping[str, float], context: int | None = None
+) -> dict[str, Row]:
+    """Mean figure of each model, and the difference to the first one with its 95% interval.
+
+    Its variance is twice the residual variance of an analysis of variance with models and seeds,
+    divided by the number of seeds; of losses, plus that of the bootstrap over documents.
 
     Args:
-        runs: runs with a measurement of the test text.
-        context: tokens from which a target must have been predicted.
+        runs: runs that have the figure.
+        what: name of the figure.
+        figures: by the name of the run.
+        context: of bits per byte, tokens from which a target must have been predicted.
     """
-    what = f"beyond {context:,}" if context > 1 else BITS
-    bits = {
-        name: [run.test().beyond(context).figures()["bits_per_byte"] for run in own]
-        for name, own in by_name(runs).items()
-    }
-    variance, freedom = seed_variance([*bits.values()])
-    column = f"{what} minus {next(iter(bits), '')}"
-    found: dict[str, Row] = {name: {what: fmean(own), column: None} for name, own in bits.items()}
+    own = {name: [figures[run.name] for run in own] for name, own in by_name(runs).items()}
+    variance, freedom = seed_variance([*own.values()])
+    column = f"{what} minus {next(iter(own), '')}"
+    found: dict[str, Row] = {name: {what: fmean(some), column: None} for name, some in own.items()}
     for name, chosen in pairs(runs).items():
-        one = compared([pair[::-1] for pair in chosen], context)
-        middle = one["difference_bits_per_byte"]
-        low, high = one["difference_low"], one["difference_high"]
+        middle = fmean(figures[other.name] - figures[first.name] for first, other in chosen)
+        low = high = middle
+        if context is not None:
+            one = compared([pair[::-1] for pair in chosen], context)
+            middle = one["difference_bits_per_byte"]
+            low, high = one["difference_low"], one["difference_high"]
         if freedom:
             both = ((high - low) / 3.92) ** 2 + 2 * variance / len(chosen)
             error = student_t(freedom) * both**0.5
             low, high = middle - error, middle + error
-        found[name][column] = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
+        known = f" ({low:+.4f} to {high:+.4f})" if low < high else ""
+        found[name][column] = f"{middle:+.4f}{known}"
     return found
 
 
@@ -372,12 +405,15 @@ def by_needle(runs: Sequence[Run], kind: str) -> list[Row]:
     found = list[Row]()
     for model in MODELS:
         files = [run.folder / f"{kind}.json" for run in runs if run.row["model"] == model]
-        needles = [read_json(path)["needles"] for path in files if path.exists()]
+        files = [path for path in files if path.exists()]
+        needles = [read_json(path)["needles"] for path in files]
         for cells in zip(*needles, strict=True):
             if (length := cells[0]["length"]) is None:
                 continue
             if not found or (found[-1]["model"], found[-1]["tokens"]) != (model, length):
                 found.append({"model": model, "seeds": len(needles), "tokens": length})
+                config = load_config(files[0].with_name("config.yaml")).model
+                found[-1]["at random"] = chance(config, length)
             depth = cells[0]["depth"]
             name = "all" if depth is None else f"{depth:.0%}"
             found[-1][name] = fmean(cell["exact_match"] for cell in cells)
@@ -389,6 +425,26 @@ def by_needle(runs: Sequence[Run], kind: str) -> list[Row]:
                 found[-1] |= {"95%": f"{low:.3f} to {high:.3f}", "cases": cases}
                 found[-1]["nats"] = fmean(cell["log_prob_nats"] for cell in cells)
     return found
+
+
+def chance(config: LMConfig, length: int) -> float | None:
+    """Probability that random blocks beside the forced ones contain a given one.
+
+    Args:
+        config: the model.
+        length: tokens of context, for its last query.
+
+    Returns:
+        The probability for any of the layers and KV heads; None for a model without selection.
+    """
+    missed = 1.0
+    for one in map(config.layer, range(config.num_layers)):
+        if one.attention == "nsa" and "slc" in one.nsa.branches:
+            forced = one.nsa.num_init_blocks + one.nsa.num_local_blocks
+            free = math.ceil(length / one.nsa.block_size) - forced
+            selected = min(one.nsa.num_selected_blocks - forced, free)
+            missed *= (1 - selected / free) ** one.nsa.num_kv_heads
+    return 1 - missed if missed < 1 else None
 
 
 def sweep_tables(runs: Sequence[Run]) -> list[str]:

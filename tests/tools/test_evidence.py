@@ -23,7 +23,7 @@ from tests.cli.test_documented_commands import check_command
 from tests.train.cases import tiny_config
 from tools import evidence
 from tools.evidence import ROOT, Experiment, experiments
-from tools.evidence_report import by_model, read_group, read_json, read_lines, write_report
+from tools.evidence_report import by_model, chance, read_group, read_json, read_lines, write_report
 
 ROWS = ROOT / "benchmarks/quality"
 OF_A_MEASUREMENT = ("run", "step", "split", "text", "tokenizer", "seq_len", "windows")
@@ -179,6 +179,11 @@ def write_run(folder, model, seed, bits, *, speed, losses):
         {"step": step, "tokens": 100 * step, "val_bits_per_byte": loss}
         for step, loss in zip((1, 5, 10), losses, strict=True)
     ]
+    repeats = [
+        {"distance": distance, "first_bits_per_byte": bits[1], "bits_per_byte": 1.0}
+        for distance in (1024, 2048, 4096)
+    ]
+    (folder / "repeats.json").write_text(json.dumps({"repeats": repeats}))
     lines = "".join(json.dumps(one) + "\n" for one in metrics)
     (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
 
@@ -194,7 +199,29 @@ def test_table_of_models(tmp_path):
     assert (ours["bits per byte"], ours["beyond 8,192"]) == pytest.approx((2.0, 2.5))
     said = dense["bits per byte minus long-token-max"], dense["beyond 8,192 minus long-token-max"]
     assert said == ("+0.3000 (+0.2365 to +0.3635)", "+0.5000 (+0.3729 to +0.6271)")
+    differences = {
+        name: dense[name] for name in dense if name.startswith("gain at") and "minus" in name
+    }
+    assert differences == {
+        f"gain at {far} minus long-token-max": "+0.5000 (+0.3729 to +0.6271)"
+        for far in ("2,048", "4,096")
+    }
+    assert ours["gain at 1,024"] == pytest.approx(1.5)
     assert (ours["time to dense"], dense["time to dense"]) == (0.1875, 1.0)
+
+
+def test_probability_that_random_blocks_contain_a_needle():
+    """Of the layers that select: 2 of 8 as shipped, or all; certain where all blocks are read."""
+    shipped = load_config("7m-64k").model
+    every = replace(shipped, layers=None)
+    for config, length, share in (
+        (shipped, 65_536, 0.0500),
+        (every, 65_536, 0.1854),
+        (shipped, 16_384, 0.1902),
+        (shipped, 1024, 1.0),
+    ):
+        assert chance(config, length) == pytest.approx(share, abs=5e-5)
+    assert chance(replace(every, attention="dense"), 65_536) is None
 
 
 @pytest.mark.parametrize(
