@@ -113,23 +113,32 @@ def verify(folder: str) -> int:
     return 0
 
 
-def needles(out: str, *, size: int = 2048, number: int = 100, seed: int = 0) -> int:
-    """Write prompts that hide a number in a text.
+def needles(
+    out: str,
+    *,
+    size: int = 2048,
+    number: int = 100,
+    seed: int = 0,
+    task: Literal["single", "multi_key", "variables"] = "single",
+) -> int:
+    """Write prompts that hide what they ask for in a text.
 
     One JSON object a line, with prompt, answer and depth, as lm-eval reads them by
-    docs/lm_eval/needles.yaml. They are those of RULER's first task (niah_single_1).
+    docs/lm_eval/needles.yaml, multi_key.yaml and variables.yaml. They resemble RULER's tasks
+    niah_single_1, niah_multikey_1 and vt.
 
     Args:
         out: file to make
         size: bytes of a prompt
         number: prompts
-        seed: of numbers and depths
+        seed: of what is hidden, and where
+        task: one number, one of four numbers, or the variables of one of two chains
     """
     from nsa.files import replace_text
     from nsa.train.needles import needle_prompts
 
     check_output("OUT", Path(out), is_new=True)
-    lines = [dumps(row) for row in needle_prompts(size, number, seed)]
+    lines = [dumps(row) for row in needle_prompts(size, number, seed, task)]
     replace_text(Path(out), "\n".join(lines) + "\n")
     print(f"{out}: {number:,} prompts of at most {size:,} bytes")
     return 0

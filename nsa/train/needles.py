@@ -1,12 +1,12 @@
 """Needle in a haystack: retrieval from a long context by exact match, and prompts for lm-eval.
 
 The sentence that is hidden is that of RULER: Hsieh et al., "RULER: What's the Real Context Size of
-Your Long-Context Language Models?", arXiv:2404.06654. :func:`needle_prompts` makes its first task
-(``niah_single_1``). :class:`Needles` hides made-up words in text of the run, as
-``niah_single_2`` and ``niah_multikey_1`` do with numbers, and asks by repeating the beginning of
-the sentence, so that models without instruction tuning can answer by copying. Models that were
-trained on :mod:`nsa.train.data.recall` are asked by the lines of that task instead, or with
-:func:`find_values` for all repeated lines of a sequence.
+Your Long-Context Language Models?", arXiv:2404.06654. :func:`needle_prompts` makes prompts like its
+``niah_single_1``, ``niah_multikey_1`` and ``vt``. :class:`Needles` hides made-up words in text of
+the run, as ``niah_single_2`` and ``niah_multikey_1`` do with numbers, and asks by repeating the
+beginning of the sentence, so that models without instruction tuning can answer by copying. Models
+that were trained on :mod:`nsa.train.data.recall` are asked by the lines of that task instead, or
+with :func:`find_values` for all repeated lines of a sequence.
 """
 
 from __future__ import annotations
@@ -44,37 +44,76 @@ _AFTER = (
     "What is the special magic number for {key} mentioned in the provided text? "
     "The special magic number for {key} mentioned in the provided text is"
 )
-_KEYS = ("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor")
+_KEYS = ("anchor", "bridge", "candle", "desert", "engine", "forest", "garden", "harbor")
+_SET = "Some lines of the following text set variables, which I will ask for afterwards.\n"
+_VARIABLES = "All variables with the value {value}, in the order of their lines, are"
+PromptTask = Literal["single", "multi_key", "variables"]
 
 
-def needle_prompts(size: int, number: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Prompts, each with a key and a number of seven digits at a random depth.
+class _Hidden(NamedTuple):
+    """Lines to hide, the text around them, and the index of the first line of the answer."""
+
+    before: str
+    lines: list[str]
+    after: str
+    answer: str
+    asked: int
+
+
+def needle_prompts(
+    size: int, number: int, seed: int = 0, task: PromptTask = "single"
+) -> Iterator[dict[str, Any]]:
+    """Prompts with lines at random depths that answer a question.
 
     Args:
         size: bytes of a prompt; it is as long as whole lines allow.
         number: how many.
-        seed: of keys, numbers and depths.
+        seed: of lines and depths.
+        task: ``single`` has one key with a number of seven digits, ``multi_key`` three more keys
+            with numbers, ``variables`` two chains of five variables, each set to the one before.
 
     Yields:
-        ``prompt``, ASCII; ``answer``, the digits; ``depth``, the share of the lines before the
-        needle.
+        ``prompt``, ASCII; ``answer``, the digits or the variables of one chain; ``depth``, the
+        share of the filler's lines before the key or the first variable.
 
     Raises:
         ValueError: the size leaves no room for a line, or there would be no prompt.
     """
-    random, longest = Random(seed), max(_KEYS, key=len)
-    needle = _NEEDLE.format(kind="numbers", key=longest, answer="0" * 7)
-    rest = len(_BEFORE) + len(needle) + len(_AFTER.format(key=longest))
-    shortest, lines = rest + len(_LINE), (size - rest) // len(_LINE)
-    check(lines > 0, "size", f"be at least {shortest} bytes", size)
+    random = Random(seed)
     check(0 < number <= 10**6, "number", "be from 1 to 1,000,000", number)
     for _ in range(number):
-        key, answer = random.choice(_KEYS), str(random.randrange(10**6, 10**7))
-        before = random.randint(0, lines)
-        needle = _NEEDLE.format(kind="numbers", key=key, answer=answer)
-        text = _LINE * before + needle + _LINE * (lines - before)
-        prompt = _BEFORE + text + _AFTER.format(key=key)
-        yield {"prompt": prompt, "answer": answer, "depth": round(before / lines, 4)}
+        num_keys = 4 if task == "multi_key" else 1
+        hidden = _chains(random) if task == "variables" else _numbers(random, num_keys)
+        rest = sum(map(len, (hidden.before, *hidden.lines, hidden.after)))
+        lines = (size - rest) // len(_LINE)
+        check(lines > 0, "size", f"be at least {rest + len(_LINE)} bytes", size)
+        places = sorted(random.randint(0, lines) for _ in hidden.lines)
+        text, last = hidden.before, 0
+        for place, line in zip(places, hidden.lines, strict=True):
+            text, last = text + _LINE * (place - last) + line, place
+        prompt = text + _LINE * (lines - last) + hidden.after
+        depth = round(places[hidden.asked] / lines, 4)
+        yield {"prompt": prompt, "answer": hidden.answer, "depth": depth}
+
+
+def _numbers(random: Random, num_keys: int) -> _Hidden:
+    numbers = {key: str(random.randrange(10**6, 10**7)) for key in random.sample(_KEYS, num_keys)}
+    lines = [_NEEDLE.format(kind="numbers", key=x, answer=numbers[x]) for x in numbers]
+    key = random.choice([*numbers])
+    return _Hidden(_BEFORE, lines, _AFTER.format(key=key), numbers[key], [*numbers].index(key))
+
+
+def _chains(random: Random) -> _Hidden:
+    """Two chains, mixed; the question is about the first one."""
+    names = random.sample([a + b + c for a in "BDFGKL" for b in "AEIOU" for c in "MNPRST"], 10)
+    values, lines = random.sample(range(10**4, 10**5), 2), list[str]()
+    chains: tuple[list[str], list[str]] = ([], [])
+    for name, n in zip(names, random.sample([0, 1] * 5, 10), strict=True):
+        source = f"VAR {chains[n][-1]}" if chains[n] else values[n]
+        lines.append(f"VAR {name} = {source}.\n")
+        chains[n].append(name)
+    asked, after = names.index(chains[0][0]), _VARIABLES.format(value=values[0])
+    return _Hidden(_SET, lines, after, " ".join(chains[0]), asked)
 
 
 # --- contexts of a given length -------------------------------------------------------------------

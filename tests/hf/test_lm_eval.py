@@ -18,14 +18,17 @@ from tests.cli.conftest import Command, finished, nsa, refusal, run, tiny
 __all__ = ["finished", "nsa", "refusal", "run", "tiny"]  # fixtures
 
 TASKS = Path(__file__).resolve().parents[2] / "docs/lm_eval"
+NEEDLES = {"needles": "single", "multi_key": "multi_key", "variables": "variables"}
 # of bytes: longer than a window of 64, a whole number of windows, and shorter
 TEXTS = ["the 3 quick brown föxes; " * 11, "lazy dogs; jump " * 8, "a fox"]
 
 
 def task(name: str) -> dict[str, Any]:
+    """A task with what it includes, as lm-eval merges them."""
     found = yaml.safe_load((TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
-    return found
+    included = found.pop("include", None)
+    return found if included is None else task(included.removesuffix(".yaml")) | found
 
 
 def export(nsa: Command, run: Path) -> None:
@@ -85,17 +88,45 @@ def test_prompts_hide_what_they_ask_for(nsa, refusal, tiny):
     assert "number must be from 1 to 1,000,000, got 0" in refusal("data needles x --number 0")
 
 
-def test_tasks_read_what_is_there(nsa, tiny):
-    """Columns of the files, a number that the filter finds, room for it."""
-    nsa("data needles needles.jsonl --number 1")
-    (row,) = map(json.loads, (tiny / "needles.jsonl").read_text().splitlines())
-    needles, text = task("needles"), task("text")
-    assert needles["dataset_kwargs"] == {"data_files": {"test": "needles.jsonl"}}
+def test_prompts_hide_other_keys(nsa, tiny):
+    nsa("data needles multi_key.jsonl --task multi_key --number 50")
+    for line in (tiny / "multi_key.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        numbers = dict(re.findall(r"numbers for (\w+) is: (\d+)\.\n", row["prompt"]))
+        (key,) = re.findall(r"number for (\w+) mentioned in the provided text is$", row["prompt"])
+        assert (len(numbers), numbers[key]) == (4, row["answer"])
+
+
+def test_prompts_hide_chains_of_variables(nsa, tiny):
+    """Assignments in the order of the text lead to the answer, and to no other chain's."""
+    nsa("data needles variables.jsonl --task variables --number 50")
+    for line in (tiny / "variables.jsonl").read_text().splitlines():
+        row, values = json.loads(line), dict[str, str]()
+        for name, value in re.findall(r"VAR (\w+) = (.+)\.\n", row["prompt"]):
+            values[name] = values[value[4:]] if value.startswith("VAR ") else value
+        asked = re.findall(r"with the value (\d{5}), .* are$", row["prompt"])
+        found = [name for name in values if [values[name]] == asked]
+        assert (len(values), len(found)) == (10, 5)
+        assert row["answer"] == " ".join(found)
+
+
+@pytest.mark.parametrize("name", NEEDLES)
+def test_tasks_read_what_is_there(nsa, tiny, name):
+    """Columns of the files, an answer that the filter finds, room for it."""
+    nsa(f"data needles {name}.jsonl --number 1 --task {NEEDLES[name]}")
+    (row,) = map(json.loads, (tiny / f"{name}.jsonl").read_text().splitlines())
+    needles = task(name)
+    assert needles["task"] == f"nsa_{name}"
+    assert needles["dataset_kwargs"] == {"data_files": {"test": f"{name}.jsonl"}}
     assert {needles["doc_to_text"], needles["doc_to_target"]} < row.keys()
     (filtered,) = needles["filter_list"]
     pattern = filtered["filter"][0]["regex_pattern"]
     assert re.findall(pattern, f" {row['answer']}. And") == [row["answer"]]
     assert needles["generation_kwargs"]["max_gen_toks"] > len(row["answer"]) + 1
+
+
+def test_text_is_read_as_one_document():
+    text = task("text")
     assert text["output_type"] == "loglikelihood_rolling"
     assert text["dataset_kwargs"]["sample_by"] == "document"
 
@@ -125,16 +156,31 @@ def figures(lm_eval: Any, model: Any, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lm_eval_gives_our_figures(lm_eval, run, nsa, tiny):
+def test_lm_eval_gives_our_figures(lm_eval, run, nsa, tiny, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 
     export(nsa, run)
-    nsa("data needles needles.jsonl --number 3 --size 500")
+    for name, kind in NEEDLES.items():
+        nsa(f"data needles {name}.jsonl --number 3 --size 700 --task {kind}")
     for text in TEXTS:
         (tiny / "text.txt").write_text(text, encoding="utf-8")
         ours = json.loads(nsa("eval more --text text.txt --json"))["bits_per_byte"]
         model = HFLM("m", device="cpu", batch_size=2)
         theirs = figures(lm_eval, model, "nsa_text")["nsa_text"]["bits_per_byte,none"]
         assert round(theirs, 4) == pytest.approx(round(ours, 4), abs=1e-9)
-    model = HFLM("m", device="cpu", batch_size=2, max_length=600)
-    assert figures(lm_eval, model, "nsa_needles")["nsa_needles"]["exact_match,number"] == 0
+    model = HFLM("m", device="cpu", batch_size=2, max_length=800)
+    lines = [x for name in NEEDLES for x in (tiny / f"{name}.jsonl").read_text().splitlines()]
+    answers = {row["prompt"]: f" {row['answer']}. And" for row in map(json.loads, lines)}
+
+    def right(asked: Any, **_: Any) -> list[str]:
+        return [answers[one.args[0]] for one in asked]
+
+    for share in (0, 1):
+        for name, kind in {
+            "needles": "number",
+            "multi_key": "number",
+            "variables": "names",
+        }.items():
+            found = figures(lm_eval, model, f"nsa_{name}")[f"nsa_{name}"]
+            assert found[f"exact_match,{kind}"] == share
+        monkeypatch.setattr(model, "generate_until", right)
