@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -313,8 +312,6 @@ def demo(
     """
     check_output("--picture", picture)
     check(text is None or text.is_file(), "--text", "name an existing file", text)
-    # Threads that spin while they wait take several times as long on busy cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     import torch
 
