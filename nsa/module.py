@@ -265,9 +265,9 @@ class NativeSparseAttention(ProjectedAttention):
     gradient reaches their projection and phi, so these are frozen, and a log line reports it. With
     other scores there are no compressed keys, and nothing is frozen.
 
-    With scores ``index`` there are projections of index queries and keys, which ``qk_norm`` does
-    not normalise. The selection has no gradient: they learn from the loss that :meth:`forward`
-    returns for ``index_loss``, whose gradient reaches nothing else.
+    With scores ``index`` there are projections of index queries and keys. The selection has no
+    gradient: they learn from the loss that :meth:`forward` returns for ``index_loss``, whose
+    gradient reaches nothing else.
     """
 
     # Projections; a pattern has those that it needs.
@@ -289,9 +289,9 @@ class NativeSparseAttention(ProjectedAttention):
         parts = self._add_projections()
         if config.qk_norm:
             for name in self.projections:
-                if name[0] in "qk" and not name.endswith("idx"):
-                    norm = RMSNorm(config.head_dim, eps=config.qk_norm_eps)
-                    setattr(self, f"{name}_norm", norm)
+                if name[0] in "qk":
+                    of = config.scoring if name.endswith("idx") else config
+                    setattr(self, f"{name}_norm", RMSNorm(of.head_dim, eps=config.qk_norm_eps))
         if config.compresses_keys:
             self.phi_k = Compression(config, config.head_dim)
         if "cmp" in config.branches:
@@ -349,7 +349,7 @@ class NativeSparseAttention(ProjectedAttention):
                 of = config.scoring if name in index else config
                 number = of.num_heads if name[0] == "q" else of.num_kv_heads
                 size = of.value_dim if name[0] == "v" else of.head_dim
-                bias = config.projection_bias != "none" and name not in index
+                bias = config.projection_bias != "none"
                 setattr(self, key, self._linear(self.width, number * size, bias=bias))
                 rotated = name in ("q", "k", "k_slc", "k_win", *index)
                 outputs = (False, True) if name in raw else (rotated,)
@@ -514,7 +514,7 @@ class NativeSparseAttention(ProjectedAttention):
     def _is_frozen(self, x: Tensor) -> bool:
         """Whether only the index is trained, which gets no gradient from the layer's output."""
         trained = (name for name, p in self.named_parameters() if p.requires_grad)
-        return not x.requires_grad and all("_idx_proj." in name for name in trained)
+        return not x.requires_grad and all("_idx_" in name for name in trained)
 
     def _phi(self) -> Phi | None:
         if not self.config.compresses_keys:

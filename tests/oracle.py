@@ -458,8 +458,7 @@ def layer(weights: dict[str, Array], x: Array, config: Any) -> Array:
         """Index queries or keys; their frequencies are those of their own rotated part."""
         if f"{name}_proj.weight" not in weights:
             return None
-        weight, size = weights[f"{name}_proj.weight"], config.index_dim
-        heads = (x @ weight.T).reshape(num_tokens, weight.shape[0] // size, size)
+        heads = project(name, weights[f"{name}_proj.weight"].shape[0] // config.index_dim)
         rotary = config.index_rotary_dim
         if rotary is None:
             rotary = min(config.rotary_dim or config.head_dim, config.index_dim)

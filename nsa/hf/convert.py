@@ -107,7 +107,7 @@ def convert(
     config = sparse_config(dense, **pattern)
     with ExitStack() as files, torch.device("meta"):
         named = LanguageModel(config).named_parameters()
-        wanted = {llama_name(name): x for name, x in named if "_idx_proj." not in name}
+        wanted = {llama_name(name): x for name, x in named if "_idx_" not in name}
         stored = open_weights(_MODEL, source, files)
         check_weights(_MODEL, stored, wanted, is_tied=config.tie_head)
     with new_folder(target) as unfinished:
@@ -227,16 +227,21 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _add_index(folder: Path, config: LMConfig) -> None:
-    """Add the first projections of an index: the keys', and the mean of a group's queries."""
+    """Add the first weights of an index: those of the keys, and the mean of a group's queries."""
     table, whole, group = folder / INDEX, folder / WEIGHTS, config.nsa.num_kv_heads
     found = dict[str, Tensor]()
     with ExitStack() as files:
         stored = open_weights(_MODEL, folder, files)
-        for layer, name in product(range(config.num_layers), ("q_proj", "k_proj")):
-            key = llama_name(f"layers.{layer}.attention.{name}.weight")
-            heads = stored[key][...].unflatten(0, (group, -1, config.nsa.head_dim))
-            mean = heads.float().mean(1).to(heads.dtype).flatten(0, 1)
-            found[key.replace("_proj", "_idx_proj")] = mean
+        parts = ("proj.weight", "proj.bias", "norm.weight")
+        for layer, name, part in product(range(config.num_layers), "qk", parts):
+            key = llama_name(f"layers.{layer}.attention.{name}_{part}")
+            if key not in stored:
+                continue
+            first = stored[key][...]
+            if part != "norm.weight":
+                heads = first.unflatten(0, (group, -1, config.nsa.head_dim))
+                first = heads.float().mean(1).to(heads.dtype).flatten(0, 1)
+            found[key.replace(f"{name}_{part}", f"{name}_idx_{part}")] = first
         where = dict.fromkeys(stored, _MODEL_FILE)
     if whole.is_file():
         whole.rename(folder / _MODEL_FILE)

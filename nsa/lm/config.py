@@ -126,7 +126,14 @@ class LMConfig:
     @property
     def has_index(self) -> bool:
         """Whether a layer has scores ``index``."""
-        return any(kind.attention == "nsa" and kind.nsa.has_index for kind in self.kinds)
+        return bool(self.index_layers)
+
+    @functools.cached_property
+    def index_layers(self) -> dict[int, int]:
+        """KV heads of each layer with scores ``index``, by the index of the layer."""
+        kinds = [kind for kind in self.kinds if kind.attention == "nsa" and kind.nsa.has_index]
+        found = {n: kind.nsa.num_kv_heads for kind in kinds for n in self.kinds[kind]}
+        return dict(sorted(found.items()))
 
     @functools.cached_property
     def kinds(self) -> dict[LMConfig, list[int]]:

@@ -107,15 +107,15 @@ def check_llama(argument: str, found: Mapping[str, Any], config: LMConfig) -> No
     for name, wanted in llama_settings(config).items():
         value = values.get(name)
         check(
-            _as_fp32(value) == _as_fp32(wanted),
+            as_fp32(value) == as_fp32(wanted),
             argument,
             f"have {name} {wanted}, as the run",
             value,
         )
 
 
-def _as_fp32(value: Any) -> Any:
+def as_fp32(value: Any) -> Any:
     """Round floats as files of other programs store them; other values stay."""
     if isinstance(value, dict):
-        return {key: _as_fp32(x) for key, x in value.items()}
+        return {key: as_fp32(x) for key, x in value.items()}
     return ctypes.c_float(value).value if isinstance(value, float) else value

@@ -223,8 +223,8 @@ class OptimConfig:
         grad_clip: largest gradient norm; 0 switches clipping off.
         trained: ``all`` weights, or those of the ``index`` alone: the others are frozen, without
             gradients, moments or decay.
-        index_weight: factor on the loss that trains the index of layers with scores ``index``, see
-            :func:`nsa.index_loss`; 0 leaves out that loss.
+        index_weight: factor on the loss that trains the index of layers with scores ``index``, a
+            sum over these layers, see :func:`nsa.index_loss`; 0 leaves out that loss.
         index_lr: peak learning rate of the index's projections, which AdamW then updates; None
             treats them as other projections.
         index_warmup_steps: steps at first in which that loss ranks all blocks and not only the

@@ -30,6 +30,7 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.chunk = chunk
         self.ranked: Ranked | None = None
+        self._kv_heads = list(model.config.index_layers.values())
 
     def forward(
         self,
@@ -53,8 +54,8 @@ class NextTokenLoss(nn.Module):
         given = (tokens, cu_seqlens, max_seqlen)
         hidden = self.model.hidden_states(*given, ranked=self.ranked, losses=losses)
         entropy = cross_entropy_sum(hidden, self.model.head.weight, targets, self.chunk)
-        heads = self.model.config.nsa.num_kv_heads
-        return torch.stack([entropy, *(loss.total / heads for loss in losses)])
+        each = zip(losses, self._kv_heads, strict=False)  # no losses without ``ranked``
+        return torch.stack([entropy, *(loss.total / heads for loss, heads in each)])
 
 
 def cross_entropy_sum(hidden: Tensor, head: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:

@@ -19,7 +19,7 @@ from nsa.train.distributed.processes import first_row, gather_part, is_sharded, 
 # Runs an update with its argument: by a call, or by replaying a CUDA graph.
 Through = Callable[[Callable[[Tensor], None], Tensor], None]
 
-INDEX_WEIGHTS = "_idx_proj.weight"  # end of the names of an index's projections
+INDEX_WEIGHTS = "_idx_"  # part of the names of an index's weights
 
 # Newton-Schulz iterations of a x + b x^3 + c x^5, which drives singular values towards 1.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
@@ -74,7 +74,7 @@ def parameter_groups(model: LanguageModel, config: OptimConfig) -> ParameterGrou
             continue
         is_master, rule = parameter.dtype == torch.float32, "be an fp32 master weight"
         check(is_master, key, rule, parameter.dtype)
-        if config.index_lr is not None and key.endswith(INDEX_WEIGHTS):
+        if config.index_lr is not None and INDEX_WEIGHTS in key:
             groups.index[key] = parameter
         elif config.name == "muon" and parameter in projections:
             groups.muon[key] = parameter

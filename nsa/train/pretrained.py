@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nsa.errors import check, fail
-from nsa.lm.llama import LLAMA_EMBEDDING, check_llama, llama_name
+from nsa.lm.config import LMConfig
+from nsa.lm.llama import LLAMA_EMBEDDING, as_fp32, check_llama, llama_name
 from nsa.lm.model import LanguageModel
-from nsa.train.checkpoint import load_tensors, read_into
+from nsa.train.checkpoint import load_tensors, read_into, read_meta
 from nsa.train.run_folder import RunFolder
 from nsa.train.state import weights
 
@@ -27,6 +29,10 @@ _SUFFIX, _FLOATS = ".safetensors", ("F64", "F32", "F16", "BF16")
 _WHERE = "--init-from"
 # Buffers in old checkpoints, which every reader computes itself.
 ROTARY = "rotary_emb.inv_freq"
+# Fields of the pattern that do not show in the shapes of weights. Weights keep their meaning with
+# other frequencies, which a run with longer sequences may want.
+_HEADS = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
+_FREQUENCIES = ("rotary_dim", "rope_theta", "rope_scaling", "qk_norm_eps")
 
 
 def is_exported(path: Path) -> bool:
@@ -55,8 +61,9 @@ def load_initial(path: Path, model: LanguageModel) -> None:
             not finite. Nothing has been loaded then.
     """
     wanted = weights(model)
-    index = [name for name in wanted if "_idx_proj." in name]
+    index = [name for name in wanted if "_idx_" in name]
     if not is_exported(path):
+        _check_settings(read_meta(path)["config"]["model"], model.config)
         _log_absent(path, load_tensors(path, wanted, index))
         return
     found = read_object(_WHERE, path / CONFIG)
@@ -65,6 +72,8 @@ def load_initial(path: Path, model: LanguageModel) -> None:
     check(kind in ("nsa_lm", "llama"), _WHERE, "be of type nsa_lm or llama", kind, hint)
     if kind == "llama":
         check_llama(_WHERE, found, model.config)
+    else:
+        _check_settings(found, model.config)
     with ExitStack() as files:
         stored = open_weights(_WHERE, path, files)
         names = {name: name for name in wanted}
@@ -137,9 +146,25 @@ def check_weights(
     check(not extra, argument, f"hold no {min(extra, default=None)}", "one")
 
 
+def _check_settings(found: Mapping[str, Any], config: LMConfig) -> None:
+    """Raise an error if weights belong to other heads, and warn of other frequencies and eps.
+
+    Args:
+        found: settings of the model that the weights belong to.
+        config: the model of the run.
+    """
+    theirs = {**found.get("nsa", {}), "norm_eps": found.get("norm_eps", config.norm_eps)}
+    ours = {**asdict(config.nsa), "norm_eps": config.norm_eps}
+    for name in (*_HEADS, *_FREQUENCIES, "norm_eps"):
+        value, wanted = theirs.get(name, ours[name]), ours[name]
+        if as_fp32(value) != as_fp32(wanted):
+            check(name not in _HEADS, _WHERE, f"have nsa.{name} {wanted}, as the run", value)
+            logger.warning("%s has %s %s, this run %s", _WHERE, name, value, wanted)
+
+
 def _log_absent(path: Path, names: list[str]) -> None:
     if names:
-        count = f"{len(names)} projections of an index"
+        count = f"{len(names)} weights of an index"
         logger.info("%s are not in %s and keep their initial values", count, path)
 
 

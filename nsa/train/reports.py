@@ -235,7 +235,7 @@ class Reports:
             **memory_row(self._run.device),
             **self._clock.row(),
         }
-        row |= window.index_row | window.layers
+        row |= window.index_row(self._run.config.model.index_layers) | window.layers
         if not self._has_told_start and self._run.startup.first_step_s is not None:
             row["first_step_s"] = self._run.startup.first_step_s
             self._has_told_start = True

@@ -77,11 +77,15 @@ class Window:
         """Mean loss over the targets; NaN when no step was finite."""
         return self.loss / (self.targets or math.nan)
 
-    @property
-    def index_row(self) -> dict[str, float]:
-        """Mean loss of the indices over the targets, by layer; empty without an index."""
+    def index_row(self, layers: Iterable[int]) -> dict[str, float]:
+        """Mean loss of the indices over the targets, by layer; empty without an index.
+
+        Args:
+            layers: indices of the layers with an index, ascending.
+        """
         means = [total / (self.targets or math.nan) for total in self.index]
-        row = {f"index_loss_nats_layer_{number}": mean for number, mean in enumerate(means)}
+        each = zip(layers, means, strict=False)  # no means without a loss of the index
+        row = {f"index_loss_nats_layer_{layer}": mean for layer, mean in each}
         return {"index_loss_nats": math.fsum(means) / len(means), **row} if means else {}
 
     @property

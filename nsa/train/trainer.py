@@ -164,7 +164,7 @@ class Trainer:
         self.model = LanguageModel(config.model).to(self.device)
         if config.optim.trained == "index":
             for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(name.endswith(INDEX_WEIGHTS))
+                parameter.requires_grad_(INDEX_WEIGHTS in name)
         checkpoint_activations(self.model, config.checkpointing)
         self.strategy = distribute(
             NextTokenLoss(self.model, config.loss_chunk),

@@ -278,7 +278,7 @@ def test_an_index_that_a_folder_lacks_is_new(tmp_path, caplog):
     before = {key: x.clone() for key, x in target.state_dict().items()}
     with caplog.at_level("INFO", logger="nsa"):
         load_initial(tmp_path, target)
-    assert f"{2 * len(target.layers)} projections of an index are not in" in caplog.text
+    assert f"{2 * len(target.layers)} weights of an index are not in" in caplog.text
     for key, wanted in {**before, **source.lm.state_dict()}.items():
         assert torch.equal(target.state_dict()[key], wanted), key
 

@@ -139,7 +139,8 @@ def patches_of(package: Any) -> list[tuple[str, Any]]:
     """Builtins of a module or class that nothing has patched yet, and what replaces them."""
 
     def patch_of(member: Any) -> Any:
-        function = member.__wrapped__ if member.__code__ is BUILTIN else member
+        wrapped = getattr(member, "__code__", None) is BUILTIN  # classes have no code
+        function = member.__wrapped__ if wrapped else member
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic

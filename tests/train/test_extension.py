@@ -89,6 +89,25 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(tmp_path):
     assert launch["init_from"].endswith("source/checkpoints/step-00000002")
 
 
+def test_weights_of_other_heads_or_frequencies(tmp_path, caplog):
+    """Heads that do not show in shapes are refused; frequencies may change, with a warning."""
+
+    def heads(number: int, size: int, **others: Any) -> Any:
+        sizes: dict[str, Any] = {
+            "num_heads": number,
+            "num_kv_heads": number,
+            "head_dim": size,
+            "value_dim": size,
+        }
+        return {"nsa": dataclasses.replace(PATTERN, **sizes, **others)}
+
+    new_trainer(tmp_path, "source", steps=1, model=heads(2, 16)).run()
+    with pytest.raises(ValueError, match=r"--init-from must have nsa.num_heads 1, as the run"):
+        begin_from(tmp_path / "source", tmp_path, model=heads(1, 32))
+    begin_from(tmp_path / "source", tmp_path / "again", model=heads(2, 16, rope_theta=5e5))
+    assert f"--init-from has rope_theta {PATTERN.rope_theta}, this run 500000.0" in caplog.text
+
+
 def test_an_index_that_the_weights_lack_is_new(tmp_path, caplog):
     """A run with it, whose index gets no gradient, goes on and begins others in turn."""
     new_trainer(tmp_path, "source", steps=2).run()
@@ -96,7 +115,7 @@ def test_an_index_that_the_weights_lack_is_new(tmp_path, caplog):
     changes: dict[str, Any] = {"model": index, "optim": {"weight_decay": 0.0}, "steps": 4}
     with caplog.at_level("INFO", logger="nsa"):
         trainer = begin_from(tmp_path / "source", tmp_path, **changes)
-    assert "2 projections of an index are not in" in caplog.text
+    assert "2 weights of an index are not in" in caplog.text
     names = [f"layers.0.attention.{name}_idx_proj.weight" for name in "qk"]
     new = [trainer.model.get_parameter(name) for name in names]
     before = [weight.detach().clone() for weight in new]

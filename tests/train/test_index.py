@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from nsa import NativeSparseAttention, Sequences, index_loss
+from nsa.lm.model import LanguageModel
+from nsa.ops.index_loss import IndexLoss
 from nsa.train.config import CheckpointingConfig, TrainConfig
+from nsa.train.loss import NextTokenLoss
+from nsa.train.state import Window
 from tests.ops.cases import offsets, small
 from tests.train.cases import (
     PATTERN,
@@ -55,7 +59,8 @@ def test_its_gradient_reaches_the_index_alone(ranked, changes, attached):
     assert loss.num_terms > 0
     loss.total.backward()
     reached = {name for name, p in layer.named_parameters() if p.grad is not None and p.grad.any()}
-    assert reached == NAMES
+    norms = {name.replace("proj", "norm") for name in NAMES if config.qk_norm}
+    assert reached == NAMES | norms
     assert x.grad is None or not x.grad.any()
 
 
@@ -204,3 +209,20 @@ def test_its_own_learning_rate(tmp_path):
     muon = {id(p) for p in trainer.state.optimizer.muon.param_groups[0]["params"]}
     names = {n for n, p in trainer.model.named_parameters() if id(p) in muon}
     assert {name.partition("attention.")[2] for name in names} >= NAMES
+
+
+def test_layers_with_other_heads(tmp_path):
+    """Losses are the means over the heads of their layer, under its number."""
+    config = tiny_config(tmp_path, **settings())
+    layers: Any = {"0": {"attention": "dense"}, "1": {"num_heads": 4, "num_kv_heads": 2}}
+    model = dataclasses.replace(config.model, layers=layers)
+    assert model.index_layers == {1: 2}
+    torch.manual_seed(0)
+    loss = NextTokenLoss(LanguageModel(model)).double()
+    loss.ranked = "selected"
+    x, losses = torch.randint(model.vocab_size, (257,)), list[IndexLoss]()
+    found = loss(x[:-1], x[1:], None, None)
+    loss.model.hidden_states(x[:-1], None, None, ranked="selected", losses=losses)
+    assert found.tolist()[1:] == [losses[0].total.item() / 2]
+    row = Window(index=[3.0], targets=2).index_row(model.index_layers)
+    assert row == {"index_loss_nats": 1.5, "index_loss_nats_layer_1": 1.5}
