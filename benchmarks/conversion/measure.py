@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,7 +20,15 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.conversion.models import DENSE, PATTERN, Foreign, Row, measure_times, open_models
+from benchmarks.conversion.models import (
+    DENSE,
+    PATTERN,
+    Foreign,
+    Row,
+    measure_times,
+    open_models,
+    with_yarn,
+)
 from nsa.bench.rows import origin
 from nsa.cli.bench import parse_lengths
 from nsa.errors import check
@@ -118,28 +127,28 @@ class Measurements:
     def mass(self, model: LanguageModel, text: str, length: int) -> Iterator[Row]:
         """Attention mass outside forced blocks, over that of the best as many blocks.
 
-        For queries after ``SAME`` tokens, in all layers. A window reads its last blocks.
+        For queries after ``SAME`` tokens, mean over the layers. Of a window's blocks the oldest is
+        left out, which a query sees in part.
         """
-        tokens, total = self.tokens(text, 0, length - 1)[None], []
+        tokens, shares = self.tokens(text, 0, length - 1)[None], list[float]()
         rows = torch.linspace(SAME, length - 1, QUERIES, device=self.device).long()
 
         def observe(layer: Any, inputs: Any, blocks: Tensor | None) -> None:
             keys = inputs.k_win if blocks is None else inputs.k_slc
             if blocks is None:
                 own = torch.arange(length, device=self.device)[:, None, None] // BLOCK
-                blocks = own - torch.arange(NUM_BLOCKS, device=self.device)
+                blocks = own - torch.arange(NUM_BLOCKS - 1, device=self.device)
                 blocks = blocks.clamp(min=-1).expand(-1, keys.shape[1], -1).int()
             pattern = replace(layer.config, **PATTERN)
             found = block_recall(inputs.q, keys, blocks, pattern, rows)
-            total.append(torch.stack([found.kept.sum(), found.best.sum()]).double())
+            shares.append(float(found.kept.sum() / found.best.sum()))
 
         for layer in model.decoder_layers():
             layer.attention.observer = partial(observe, layer.attention)
         model.hidden_states(tokens)
         for layer in model.decoder_layers():
             layer.attention.observer = None
-        kept, best = torch.stack(total).sum(0).tolist()
-        yield {"case": "mass", "recall": kept / best}
+        yield {"case": "mass", "recall": fmean(shares)}
 
     @torch.no_grad()
     def answers(self, model: Any) -> Iterator[Row]:
@@ -198,6 +207,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default="4096,8192", help="tokens of a sequence")
     parser.add_argument("--times", default="4096,8192,65536", help="tokens of timed prompts")
     parser.add_argument("--cases", default=CASES, help="what is measured, with commas between")
+    parser.add_argument("--yarn", type=float, help="factor of a longer context, for all models")
     parser.add_argument("--index", help="run folder of a trained index")
     parser.add_argument("--only", help="names of untrained sparse models")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -213,6 +223,8 @@ def main(words: Sequence[str] | None = None) -> None:
         if folder.suffix == ".gguf":
             folder = Path(scratch) / "dense"
             dequantize(given.model, folder)
+        if given.yarn is not None:
+            folder = with_yarn(folder, Path(scratch) / "yarn", given.yarn)
         path = str(folder / "tokenizer.json")
         tokenizer = make_tokenizer(DataConfig("folder", path, "*", "file", path), [])
         separator, token_bytes = tokenizer.separator_id, tokenizer.token_bytes
@@ -226,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> None:
         measurements = Measurements(texts, prompts, tokenizer, device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         here = {**origin(device, given.commit), "model": given.model.name}
-        here |= {"dtype": str(dtype), **PATTERN}
+        here |= {"dtype": str(dtype), "yarn": given.yarn, **PATTERN}
         only = None if given.only is None else given.only.split(",")
         for name, model in open_models(folder, Path(scratch), given.index, only):
             model = model.to(device, dtype).eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +21,7 @@ from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.testing.decode import fill_cache
 from nsa.train.checkpoint import find_checkpoint
-from nsa.train.pretrained import load_initial
+from nsa.train.pretrained import CONFIG, load_initial
 from nsa.train.run_folder import RunFolder
 from nsa.train.runs.evaluation import load_model
 
@@ -58,6 +60,19 @@ class Foreign(nn.Module):
     def hidden_states(self, tokens: Tensor) -> Any:
         """Input of the head ``[B, T, width]`` for tokens ``[B, T]``."""
         return self.model.model(tokens, use_cache=False).last_hidden_state
+
+
+def with_yarn(folder: Path, target: Path, factor: float) -> Path:
+    """Link a model at ``target`` with rotations for a context that is ``factor`` times longer."""
+    shutil.copytree(folder.resolve(), target, copy_function=os.symlink)
+    config = AutoConfig.from_pretrained(folder)
+    original = config.max_position_embeddings
+    changes = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    config.rope_parameters = {**config.rope_parameters, **changes}
+    config.max_position_embeddings = round(factor * original)
+    (target / CONFIG).unlink()
+    config.save_pretrained(target)
+    return target
 
 
 def open_models(

@@ -85,11 +85,13 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of["token_max", "prefill", 64, None]["ms"] > 0
     monkeypatch.setattr(environment, "code_version", lambda: {"commit": None, "dirty": None})
     out.unlink()
-    chosen = ["--cases", "loss,mass", "--only", "random", "--commit", "abc"]
+    chosen = ["--cases", "loss,mass", "--only", "random", "--commit", "abc", "--yarn", "4"]
     measure.main([*words, "--lengths", "256", *chosen])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     cases = [("dense", "loss"), ("random", "loss"), ("random", "mass"), ("dense graph", "loss")]
     assert [(row["name"], row["case"]) for row in rows] == cases
-    assert all(row["commit"] == "abc" for row in rows)
+    assert all((row["commit"], row["yarn"]) == ("abc", 4) for row in rows)
+    assert abs(rows[-1]["difference"]) < 1e-5  # both dense models are scaled
+    assert abs(rows[0]["loss"] - of["dense", "loss", 256, None]["loss"]) > 1e-4
     with pytest.raises(UserError, match="--cases"):
         measure.main([*words, "--cases", "speed"])
