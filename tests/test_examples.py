@@ -35,11 +35,19 @@ def test_llama_is_dense_up_to_the_selected_tokens(capsys):
     assert capsys.readouterr().out == "equal for the first 128 of 256 tokens\n"
 
 
-def test_a_converted_model_answers_as_the_dense_one(capsys):
+def test_a_converted_model_answers_as_the_dense_one(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from examples import convert
+    from nsa.hf.tokenizer import as_transformers
 
     torch.manual_seed(0)
-    convert.main()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, intermediate_size=128, initializer_range=0.2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    tokenizer = as_transformers({"separator": None, "tokenizer": None})
+    tokenizer.save_pretrained(tmp_path / "dense")
+    convert.main(str(tmp_path / "dense"))
     said, dense, sparse, same, beyond = capsys.readouterr().out.splitlines()
     assert "llama with 24 blocks of 64" in said
     assert dense.removeprefix("dense: ") == sparse.removeprefix("sparse: ")
