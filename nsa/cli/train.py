@@ -221,11 +221,7 @@ def _run(
             elif processes.is_main:
                 _plot(folder)
         if result.finished:
-            text = f"finished {result.step} steps"
-            if result.step == done:
-                text = f"all {done} steps were done before, none was added"
-            report.line(text, event="finish")
-            report.line(_advice(folder, result.step, done))
+            _report_end(report, folder, result.step, done)
         else:
             report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
         return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
@@ -255,11 +251,15 @@ def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], 
     return on_row
 
 
-def _advice(folder: RunFolder, step: int, before: int) -> str:
-    """Commands for a finished run, which had done ``before`` steps when it was launched."""
-    path = shlex.quote(str(folder.path))
-    longer = f"  nsa train --resume {path} --steps {2 * step}\n" * (step == before)
-    return f"next:\n{longer}  nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
+def _report_end(report: RunReport, folder: RunFolder, step: int, before: int) -> None:
+    """Report result and advice of a finished run, which had done ``before`` steps at its launch."""
+    path, text = shlex.quote(str(folder.path)), f"finished {step} steps"
+    more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
+    if step == before:
+        text = f"all {step} steps were done before, none was added"
+        more = f"nsa train --resume {path} --steps {2 * step}\n  {more}"
+    report.line(text, event="finish")
+    report.line(f"next:\n  {more}")
 
 
 def _plot(folder: RunFolder) -> None:
