@@ -56,14 +56,14 @@ def test_steps_of_several_gpus_are_those_of_rows():
     shown = {(row[0], row[3]) for row in table(page, "Several GPUs")}
     assert len(shown) >= 4
     assert shown <= known
-    shown = {
+    cells = {
         (*row[:3], size, cell)
         for row in table(page, "Communication buckets")
         for size, cell in zip((10, 25, 50, 100), row[3:], strict=True)
         if cell
     }
-    assert len(shown) == 10
-    assert shown <= buckets
+    assert len(cells) == 10
+    assert cells <= buckets
 
 
 def test_times_of_the_readme_are_those_of_rows():
