@@ -126,7 +126,7 @@ def test_no_go_stops_the_run_with_the_halt_file(tmp_path, monkeypatch):
 @pytest.mark.faults
 def test_rollout_reaches_production(tmp_path):
     """Doctor, plan, a killed process, canary and the whole run."""
-    small = """--steps 40 --canary 20 --log-every 5 --sample-tokens 0 --model.num-layers 1
+    small = """--steps 40 --canary 40 --log-every 5 --sample-tokens 0 --model.num-layers 1
         --seq-len 128 --micro-batch 2 --global-batch 2 --eval-windows 1"""
     command = [sys.executable, str(ROOT / "examples/rollout.py"), "cpu-small", "runs/a"]
     where = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -135,7 +135,7 @@ def test_rollout_reaches_production(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("best")]
-    canary = "go: canary of 20 steps; runs/a continues"
+    canary = "go: canary of 40 steps; runs/a continues"
     assert said == ["finished 60 steps", "go: smoke test", canary, "finished 40 steps"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
 
