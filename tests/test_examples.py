@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 
 from benchmarks import speedup_chart
-from examples import generate, nanogpt
+from examples import generate, nanogpt, rollout
 from nsa import NSACache, cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,9 +90,67 @@ def test_training_on_own_text(tmp_path, monkeypatch, capsys):
     assert "\nThe " in said
 
 
+PLAN = {"gpus": 1, "tokens_per_s": 1000.0, "gpu_memory_bytes": 10 * 2**30}
+ROWS = [
+    {"step": n, "loss_nats": 5 - n, "nonfinite_steps": 0, "tokens_per_s": 950.0} for n in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"loss_nats": float("nan")}, "the loss does not fall: 4.000, then nan nats"),
+        ({"loss_nats": 7}, "the loss does not fall: 4.000, then 5.000 nats"),
+        ({"nonfinite_steps": 1}, "1 steps were not finite"),
+        ({"tokens_per_s": 840.0}, "895 tokens/s, below 90% of the planned 1,000"),
+        ({"memory_reserved_mib": 9500.0}, "9.3 GiB, above 90% of the GPU's memory"),
+    ],
+)
+def test_a_canary_decides(changed, reason):
+    rows = [*ROWS[:-1], ROWS[-1] | changed]
+    assert rollout.problems(rows, [{"kind": "start", "message": ""}], PLAN) == [reason] * bool(
+        reason
+    )
+    unexpected = [{"kind": "gates", "message": "collapse"}]
+    assert rollout.problems(ROWS, unexpected, PLAN) == ["gates: collapse"]
+
+
+def test_no_go_stops_the_run_with_the_halt_file(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    lines = "".join(json.dumps({**row, "loss_nats": 3}) + "\n" for row in ROWS)
+    (run / "metrics.jsonl").write_text(lines + '{"step": 4')
+    monkeypatch.setattr("sys.argv", ["rollout.py", "x", str(run), "--canary", "3", "--seed", "1"])
+    monkeypatch.setattr(rollout, "nsa", lambda *_: json.dumps(PLAN))
+    monkeypatch.setattr(rollout, "smoke_test", lambda *_: None)
+    wait = f"until [ -e {run}/halt ]; do sleep 0.1; done"
+    monkeypatch.setattr(rollout, "train", lambda *_: subprocess.Popen(["sh", "-c", wait]))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match=r"^no-go: the loss does not fall: 3\.000, then 3\.000"):
+        rollout.main()
+
+
+@pytest.mark.faults
+def test_rollout_reaches_production(tmp_path):
+    """Doctor, plan, a killed process, canary and the whole run."""
+    small = """--steps 40 --canary 40 --log-every 5 --sample-tokens 0 --model.num-layers 1
+        --seq-len 128 --micro-batch 2 --global-batch 2 --eval-windows 1"""
+    command = [sys.executable, str(ROOT / "examples/rollout.py"), "cpu-small", "runs/a"]
+    where = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *small.split()], cwd=tmp_path, env=where, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("best")]
+    canary = "go: canary of 40 steps; runs/a continues"
+    assert said == ["finished 60 steps", "go: smoke test", canary, "finished 40 steps"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+
+
 def test_every_example_is_run_here():
     names = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
-    programs = {"nanogpt.py", "generate.py", "llama.py", "convert.py", "own_text.sh"}
+    programs = {"nanogpt.py", "generate.py", "llama.py", "convert.py", "own_text.sh", "rollout.py"}
     assert names == {*programs, "one_query.ipynb"}
 
 

@@ -93,7 +93,7 @@ MEASUREMENTS = {
     "train": [
         f"{TRAIN} --seqs 2048,8192,65536 {STEP}",
         f"{TRAIN} {UNMASKED} {MODELS}",
-        f"{TRAIN} --seqs 128,512 --tokens 65536 --micro-batch 512 {UNMASKED} {MODELS}",
+        f"{TRAIN} --seqs 128,512,1024 --tokens 65536 --micro-batch 512 {UNMASKED} {MODELS}",
     ],
     "shipped": [
         f"{TRAIN} {MODELS} {ACROSS}",

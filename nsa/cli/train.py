@@ -34,6 +34,7 @@ def train(
     resume: str | None = None,
     init_from: str | None = None,
     checkpoint: str | None = None,
+    quiet: bool = False,
     **settings: str,
 ) -> int:
     r"""Train a language model.
@@ -63,6 +64,7 @@ def train(
         resume: folder of a run to continue, instead of CONFIG
         init_from: folder of another run, nsa export or nsa convert with the initial weights
         checkpoint: checkpoint of --init-from: last, best or a step (default last)
+        quiet: print only warnings, errors and the result; log.txt gets every line
         settings: settings of the configuration
     """
     from nsa.train.load import load_config
@@ -81,9 +83,9 @@ def train(
     alone = checkpoint is not None and init_from is None
     check(not alone, "--checkpoint", "be given with --init-from only", checkpoint)
     if resume is not None:
-        return _start(run, resume, resume=True, overrides=settings)
+        return _start(run, resume, resume=True, overrides=settings, quiet=quiet)
     weights = None if init_from is None else _initial_weights(init_from, checkpoint)
-    return _start(run, run_dir, str(config), weights=weights)
+    return _start(run, run_dir, str(config), weights=weights, quiet=quiet)
 
 
 def _initial_weights(init_from: str, checkpoint: str | None) -> Path:
@@ -110,6 +112,7 @@ def _start(
     weights: Path | None = None,
     overrides: Mapping[str, str] = MappingProxyType({}),
     plan: Plan | None = None,
+    quiet: bool = False,
 ) -> int:
     """Train in a run folder, or profile; return the exit code.
 
@@ -121,6 +124,7 @@ def _start(
         weights: initial weights.
         overrides: settings that a resumption changes.
         plan: what to profile.
+        quiet: whether to print only warnings, errors and the result.
     """
     from nsa.train.distributed.launch import check_launch, read_launch
     from nsa.train.run_folder import RunFolder, next_run_path
@@ -151,7 +155,7 @@ def _start(
             is_new = makes or not (resume or list_checkpoints(folder.checkpoints))
         try:
             initial = weights if is_new else None
-            code = _run(config, folder, processes, initial, overrides, is_new, plan)
+            code = _run(config, folder, processes, initial, overrides, is_new, plan, quiet)
         except (UserError, KeyboardInterrupt):
             if is_new and processes.is_main and folder.holds_no_run():
                 shutil.rmtree(folder.path)
@@ -169,13 +173,14 @@ def _run(
     overrides: Mapping[str, str],
     is_new: bool,
     plan: Plan | None,
+    quiet: bool,
 ) -> int:
     from nsa.train.telemetry.progress import RunReport
     from nsa.train.trainer import Trainer, TrainingStoppedError
     from nsa.train.watch.out_of_memory import explained, hint_for_run
     from nsa.train.watch.watchdog import Watchdog
 
-    log = folder.log if processes.is_main else None
+    log, steps = folder.log if processes.is_main else None, plan.num_steps if plan else config.steps
 
     def on_step() -> None:
         report.step(trainer.state.progress.step)
@@ -185,7 +190,7 @@ def _run(
 
     with (
         folder.in_use() if processes.is_main else nullcontext(),
-        RunReport(log, plan.num_steps if plan else config.steps, buffered=not is_new) as report,
+        RunReport(log, steps, buffered=not is_new, quiet=quiet) as report,
         Watchdog(folder, processes.rank, config.stall_limit_s) as watchdog,
         explained("the run", lambda: hint_for_run(config, folder)),
     ):
@@ -216,7 +221,7 @@ def _run(
             elif processes.is_main:
                 _plot(folder)
         if result.finished:
-            report.line(_summary(folder, result.step, done), event="finish")
+            _report_end(report, folder, result.step, done)
         else:
             report.line(f"continue with: nsa train --resume {shlex.quote(str(folder.path))}")
         return EXIT_SIGNAL + signal.Signals[result.signal] if result.signal else 0
@@ -246,14 +251,15 @@ def _on_row(report: RunReport, folder: RunFolder) -> Callable[[dict[str, Any]], 
     return on_row
 
 
-def _summary(folder: RunFolder, step: int, before: int) -> str:
-    """Last lines of a finished run, which had done ``before`` steps when it was launched."""
-    path, text = shlex.quote(str(folder.path)), f"finished {step} steps; next:"
+def _report_end(report: RunReport, folder: RunFolder, step: int, before: int) -> None:
+    """Report result and advice of a finished run, which had done ``before`` steps at its launch."""
+    path, text = shlex.quote(str(folder.path)), f"finished {step} steps"
     more = f"nsa eval {path}\n  nsa generate {path} --prompt 'Once'"
     if step == before:
-        text = f"all {step} steps were done before, none was added; next:"
+        text = f"all {step} steps were done before, none was added"
         more = f"nsa train --resume {path} --steps {2 * step}\n  {more}"
-    return f"{text}\n  {more}"
+    report.line(text, event="finish")
+    report.line(f"next:\n  {more}")
 
 
 def _plot(folder: RunFolder) -> None:

@@ -574,7 +574,7 @@ class Trainer:
         self.processes.wait_for_all()
         if progress.best_val_step is not None:
             best = f"{progress.best_val_bits_per_byte:.4f} bits per byte"
-            logger.info("best validation loss: %s at step %d", best, progress.best_val_step)
+            self._note("best", f"best validation loss: {best} at step {progress.best_val_step}")
         if progress.step < steps:
             who, done = stop or "the halt file", f"after step {progress.step} of {steps}"
             self._note("stop", f"stopped by {who} {done}; resume to continue")

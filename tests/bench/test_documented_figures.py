@@ -46,11 +46,24 @@ def test_speeds_of_training_are_those_of_rows():
 
 
 def test_steps_of_several_gpus_are_those_of_rows():
-    lines = read("benchmarks/scaling/h200.jsonl").splitlines()
-    known = {(row["processes"], f"{row['step_ms']:.1f}") for row in map(json.loads, lines)}
-    shown = {(int(row[0]), row[3]) for row in table("docs/reports/throughput.md", "Several GPUs")}
+    page, rows = "docs/reports/throughput.md", read("benchmarks/scaling/h200.jsonl").splitlines()
+    known, buckets = set(), set()
+    for row in map(json.loads, rows):
+        step, processes = f"{row['step_ms']:.1f}", str(row["processes"])
+        known.add((processes, step))
+        where = (processes, str(row["global_batch"]), row["commit"][:7], row["bucket_mib"])
+        buckets.add((*where, f"{step} / {row['exposed_ms']:.1f}"))
+    shown = {(row[0], row[3]) for row in table(page, "Several GPUs")}
     assert len(shown) >= 4
     assert shown <= known
+    cells = {
+        (*row[:3], size, cell)
+        for row in table(page, "Communication buckets")
+        for size, cell in zip((10, 25, 50, 100), row[3:], strict=True)
+        if cell
+    }
+    assert len(cells) == 10
+    assert cells <= buckets
 
 
 def test_times_of_the_readme_are_those_of_rows():

@@ -62,13 +62,20 @@ def test_train_eval_generate_and_resume(tiny, nsa, refusal):
     assert [launch["resumed_from_step"] for launch in launches] == [None, 4]
     assert launches[1]["overrides"] == {"log_every": "2"}
     assert "must not exist yet" in refusal("train tiny.yaml --run-dir runs/tiny-1")
+    best = f"best validation loss: {rows[-1]['val_bits_per_byte']:.4f} bits per byte at step 4\n"
+    done = "all 4 steps were done before, none was added\n"
+    assert nsa("train --quiet --resume runs/tiny-1 --steps 4") == best + done
+    said = nsa("train tiny.yaml --quiet --nonfinite skip --optim.lr 1e30 --steps 2")
+    assert "update skipped" in said
+    assert said.endswith("finished 2 steps\n")
+    assert "step 1/2" not in said
     said = nsa("train tiny.yaml --steps 1 --eval-every 0 --run-dir 'runs/my run'")
     assert "nsa eval 'runs/my run'\n  nsa generate 'runs/my run' --prompt" in said
 
 
 def test_a_run_is_extended_and_goes_on_as_long_as_it_was_extended_to(run, nsa):
     said = nsa("train --resume run")
-    assert "all 4 steps were done before, none was added; next:" in said
+    assert "all 4 steps were done before, none was added\nnext:\n" in said
     assert "nsa train --resume run --steps 8" in said
     assert "finished" not in said
     for words, last in (("--steps 6 --log-every 2", 6), ("", 6), ("--steps 7", 7)):

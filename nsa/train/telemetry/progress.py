@@ -39,6 +39,7 @@ class RunReport:
             newest row and lines are printed above it; elsewhere each row is a line.
         buffered: whether nothing is written to the files before :meth:`begin`. A command that is
             refused or interrupted before it leaves no lines in the files.
+        quiet: whether the user gets only warnings, errors and the result; the files get every line.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RunReport:
         stream: TextIO | None = None,
         *,
         buffered: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._steps, self._level, self._buffered = steps, logging.NOTSET, buffered
         self._bar: _BarHandler | None = None
@@ -57,8 +59,11 @@ class RunReport:
             stream = stream or sys.stdout
             raw = stream.raw if isinstance(stream, Terminal) else stream  # the bar moves the cursor
             console = Console(file=cast(TextIO, _LossyStream(raw)))
-            self._bar = _BarHandler(console, steps) if console.is_terminal else None
+            has_bar = console.is_terminal and not quiet
+            self._bar = _BarHandler(console, steps) if has_bar else None
             lines = logging.StreamHandler(cast(TextIO, _LossyStream(stream)))
+            if quiet:
+                lines.addFilter(_is_result)
             self._files = [_LineFile(log), _EventFile(log.with_name("events.jsonl"))]
             self._handlers = [*self._files, self._bar or lines]
 
@@ -129,6 +134,14 @@ _FORMS = {
     "mfu": "MFU {:.1%}",
     "memory_reserved_mib": "GPU {:,.0f} MiB",
 }
+
+
+def _is_result(record: logging.LogRecord) -> bool:
+    """Whether a quiet run prints the record."""
+    return record.levelno >= logging.WARNING or getattr(record, "event", "") in _RESULTS
+
+
+_RESULTS = ("best", "finish", "stop")
 
 
 class _LossyStream:

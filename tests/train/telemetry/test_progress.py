@@ -75,6 +75,18 @@ def test_the_log_is_continued_and_contains_the_error_that_ends_the_run(tmp_path)
     assert logging.getLogger("nsa").handlers == before
 
 
+def test_a_quiet_run_prints_warnings_and_the_result_even_on_a_terminal(tmp_path):
+    stream = Terminal()
+    with RunReport(tmp_path / "log.txt", 500, stream, quiet=True) as report:
+        report.line("run folder: x", event="start")
+        report.step(1)
+        report.row(ROW)
+        logging.getLogger("nsa.train.trainer").warning("update left out")
+        report.line("finished", event="finish")
+    assert stream.getvalue() == "update left out\nfinished\n"
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 4
+
+
 def test_a_bar_on_a_terminal_with_lines_above_it(tmp_path):
     stream = Terminal()
     with RunReport(tmp_path / "log.txt", 500, stream) as report:
