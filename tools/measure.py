@@ -105,6 +105,11 @@ MEASUREMENTS = {
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
         f"{DECODE}.model",
     ],
+    "decode-index": [
+        f"{DECODE}.attention --shape seed {NSA} {BY_TOKENS} --points 65536,65536x64",
+        f"{DECODE}.model --config 78m-8k {NSA} {BY_TOKENS} --points 65536,65536x64"
+        " --variant compressed:scores=compressed,branches=[cmp,slc,win]",
+    ],
     "model-lengths": [
         f"{LONG} {PAIR} --seqs 128,512,2048 {AT_ONCE}",
         f"{LONG} {PAIR} --seqs 4096,16384,65536 {AT_ONCE}",

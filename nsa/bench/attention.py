@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -244,15 +244,15 @@ def split_variant(text: str) -> tuple[str, dict[str, str]]:
     return name, found
 
 
-def parse_variant(text: str) -> Provider:
+def parse_variant(text: str, taken: Collection[str] = PROVIDERS) -> Provider:
     """Parse ``NAME:KEY=VALUE,...``: this library with other fields of ``NSAConfig``.
 
     Raises:
-        ValueError: the text is malformed, a field is unknown, or the name is already used.
+        ValueError: the text is malformed, a field is unknown, or the name is taken.
     """
     name, settings = split_variant(text)
-    rule = f"have another name than {', '.join(PROVIDERS)}"
-    check(name not in PROVIDERS, "--variant", rule, name)
+    rule = f"have another name than {', '.join(taken)}"
+    check(name not in taken, "--variant", rule, name)
     known = [entry.name for entry in fields(NSAConfig)]
     for key in settings:
         hint = nearest_hint(nearest(key, known))
