@@ -85,7 +85,7 @@ MEASUREMENTS = {
     ],
     "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
     "shared-kv": [f"{WHOLE} --seqs 2048,4096,8192,65536 {DENSE} {SHARED_KV}"],
-    "selection": [f"{WHOLE} --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
+    "selection": [f"{WHOLE},attention.with_index_loss --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
     "index-loss": [
         f"bench train --config 78m-8k --seqs 8192,65536 {STEP} --mode fwd_bwd {NSA}"
         " --variant index:model.nsa.scores=index"
