@@ -85,7 +85,7 @@ MEASUREMENTS = {
     ],
     "choice-options": [f"{SELECTION} --seqs 8192,65536 {SHARED} {NSA} {OPTIONS}"],
     "shared-kv": [f"{WHOLE} --seqs 2048,4096,8192,65536 {DENSE} {SHARED_KV}"],
-    "selection": [f"{WHOLE} --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
+    "selection": [f"{WHOLE},attention.with_index_loss --seqs 2048,8192,65536 {DENSE} {BY_TOKENS}"],
     "index-loss": [
         f"bench train --config 78m-8k --seqs 8192,65536 {STEP} --mode fwd_bwd {NSA}"
         " --variant index:model.nsa.scores=index"
@@ -104,6 +104,11 @@ MEASUREMENTS = {
         f"{DECODE}.attention",
         f"{DECODE}.attention --shape seed --points 65536,65536x64",
         f"{DECODE}.model",
+    ],
+    "decode-index": [
+        f"{DECODE}.attention --shape seed {NSA} {BY_TOKENS} --points 65536,65536x64",
+        f"{DECODE}.model --config 78m-8k {NSA} {BY_TOKENS} --points 65536,65536x64"
+        " --variant compressed:scores=compressed,branches=[cmp,slc,win]",
     ],
     "model-lengths": [
         f"{LONG} {PAIR} --seqs 128,512,2048 {AT_ONCE}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -122,8 +122,8 @@ class Provider:
         if self.attend is not None:
             branch = "win" if case.name == "attention.window" else "slc"
             names = ("q", f"k_{branch}", f"v_{branch}")
-        elif case.name == "attention":  # without those of branches that are off
-            own = {*config.branches} - {"win" if shares_keys(config) else ""}
+        elif case.is_whole:  # without those of branches that are off
+            own = {*config.branches, "idx"} - {"win" if shares_keys(config) else ""}
             names = tuple(x for x in names if {*x.split("_")[1:2]} <= own)
         # FlexAttention on a CPU refuses inputs with gradients.
         needs_grad = mode == "fwd_bwd"
@@ -156,7 +156,7 @@ class Provider:
         foreign = [name for name in kernels if name not in ours and _FOREIGN.search(name)]
         said = f"{foreign[0]} ran, which is not of this library" if foreign else None
         first, second = case.kernels
-        if case.name == "attention":  # without those of branches that are off
+        if case.is_whole:  # without those of branches that are off
             branches = {*self.variant.get("branches", BRANCHES.values())}
             off = {name for name, needed in _NEEDED_BY.items() if not needed & branches}
             first = tuple(x for x in first if x.partition("_")[0] not in off)
@@ -244,15 +244,15 @@ def split_variant(text: str) -> tuple[str, dict[str, str]]:
     return name, found
 
 
-def parse_variant(text: str) -> Provider:
+def parse_variant(text: str, taken: Collection[str] = PROVIDERS) -> Provider:
     """Parse ``NAME:KEY=VALUE,...``: this library with other fields of ``NSAConfig``.
 
     Raises:
-        ValueError: the text is malformed, a field is unknown, or the name is already used.
+        ValueError: the text is malformed, a field is unknown, or the name is taken.
     """
     name, settings = split_variant(text)
-    rule = f"have another name than {', '.join(PROVIDERS)}"
-    check(name not in PROVIDERS, "--variant", rule, name)
+    rule = f"have another name than {', '.join(taken)}"
+    check(name not in taken, "--variant", rule, name)
     known = [entry.name for entry in fields(NSAConfig)]
     for key in settings:
         hint = nearest_hint(nearest(key, known))
@@ -304,6 +304,8 @@ def _measure(
     gate: Gate | None = None
     for provider in (each for each in providers if case.name in each.cases):
         changed = replace(point, config=replace(point.config, **provider.variant))
+        if "index_loss" in case.outputs and not changed.config.has_index:
+            continue
         if gate is None or gate.problem.point != changed:
             gate = None  # frees memory before the next pattern
             backend = "triton" if point.device.type == "cuda" else "reference"

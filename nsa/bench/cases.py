@@ -12,12 +12,14 @@ from zipfile import BadZipFile
 import torch
 from torch import Tensor
 
-from nsa.attention import native_sparse_attention
+from nsa.attention import AttentionInputs, attend, native_sparse_attention
 from nsa.config import NSAConfig
 from nsa.errors import check, fail
+from nsa.ops._operator import Call as Arguments
 from nsa.ops._sequences import Sequences, pack
 from nsa.ops.combination import combine
 from nsa.ops.compression import Raw, run_compress
+from nsa.ops.index_loss import IndexLossInputs, run_index_loss
 from nsa.ops.range import compressed_attention, window_attention
 from nsa.ops.selected import selected_attention
 from nsa.ops.selection import select_blocks
@@ -37,6 +39,7 @@ OWN_NOISE = 0.03
 _CHUNK_ELEMENTS = 2**27
 BRANCHES = {"attention.compressed": "cmp", "attention.selected": "slc", "attention.window": "win"}
 WHOLE_INPUTS = ("q", "k_cmp_raw", "v_cmp_raw", "k_slc", "v_slc", "k_win", "v_win", "gates")
+INDEX_INPUTS = ("q_idx", "k_idx")
 
 
 # --- Shapes and inputs
@@ -177,6 +180,7 @@ class Case:
         call: ``(tensors, config, backend) -> output``, or a tuple of outputs.
         kernels: name prefixes of its kernels, forward and backward.
         outputs: names of the outputs.
+        is_whole: whether it computes whole attention.
     """
 
     name: str
@@ -184,6 +188,7 @@ class Case:
     call: Call
     kernels: tuple[tuple[str, ...], tuple[str, ...]]
     outputs: tuple[str, ...] = ("out",)
+    is_whole: bool = False
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -205,8 +210,22 @@ def _attention(x: Tensors, config: NSAConfig, backend: str) -> Tensor:
     call: Callable[..., Tensor] = native_sparse_attention
     x = with_window(x, config)
     inputs = (x[name] for name in WHOLE_INPUTS)
-    index = {name: x[name] for name in ("q_idx", "k_idx") if name in x}
+    index = {name: x[name] for name in INDEX_INPUTS if name in x}
     return call(*inputs, None, config, **index, rope=Rope.from_config(config), backend=backend)
+
+
+def _attention_with_loss(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, Tensor]:
+    """Whole attention, and the loss of its index over the selected blocks, as in training."""
+    packed = {name: pack(x[name]) for name in (*WHOLE_INPUTS, *INDEX_INPUTS)}
+    inputs = AttentionInputs(phi=None, **with_window(packed, config))
+    batch, length, device = *x["q"].shape[:2], x["q"].device
+    sequences = Sequences(None, batch, length, length, device, (batch, length))
+    call = Arguments(config, sequences, config.head_dim**-0.5)
+    result = attend(inputs, call, rope=Rope.from_config(config), backend=backend)
+    q_idx, k_idx, *others = (packed[name] for name in (*INDEX_INPUTS, "q", "k_slc"))
+    q, k = (y.detach() for y in others)
+    given = IndexLossInputs(q_idx, k_idx, q, k, result.block_indices)
+    return sequences.restore(result.out), run_index_loss(given, call, backend).total
 
 
 def _compress(x: Tensors, config: NSAConfig, backend: str) -> tuple[Tensor, ...]:
@@ -257,7 +276,15 @@ _WHOLE = (
 )
 _SELECTED = (("selected_",), ("selected_",))
 _CASES = (
-    Case("attention", WHOLE_INPUTS, _attention, _WHOLE),
+    Case("attention", WHOLE_INPUTS, _attention, _WHOLE, is_whole=True),
+    Case(
+        "attention.with_index_loss",
+        (*WHOLE_INPUTS, *INDEX_INPUTS),
+        _attention_with_loss,
+        ((*_WHOLE[0], "index_loss"), _WHOLE[1]),
+        ("out", "index_loss"),
+        is_whole=True,
+    ),
     Case("attention.compress", _RAW, _compress, _COMPRESS, _CMP),
     Case("attention.compressed", ("q", *_CMP), lambda *x: _compressed(*x)[0], _RANGE),
     Case("attention.choice", (), _select, (("select_",), ())),
@@ -297,10 +324,12 @@ def prepare(case: Case, base: Tensors, point: Point, backend: str) -> Problem:
         is_recorded = point.choice == "recorded"
         select = recorded_selection if is_recorded else random_selection
         tensors["block_indices"] = select(point)
-    if config.has_index and case.name in ("attention", "attention.choice"):
+    if config.has_index and (case.is_whole or case.name == "attention.choice"):
         heads, tokens = config.scoring, (point.batch, point.seq_len)
         for seed, name, number in ((8, "q_idx", heads.num_heads), (9, "k_idx", heads.num_kv_heads)):
             tensors[name] = normal((*tokens, number, heads.head_dim), point, seed)
+    if "index_loss" in case.outputs:
+        tensors["dindex_loss"] = torch.ones((), device=point.device)
     by_keys = case.name == "attention.choice" and config.scores == "compressed"
     if case.name == "attention.compressed" or by_keys:
         with torch.no_grad():
@@ -355,12 +384,13 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     A query head of sizes D and Dv needs ``2 D + 2 Dv`` operations per pair forward and
     ``6 D + 4 Dv`` more backward. Whole attention is the sum of its branches; selection counts
     one product with every visible compressed key. With ``token_max`` and ``index`` it is one with
-    every visible token, which whole attention counts, too. Bytes are each input and output once; a
-    backward pass adds their gradients, and the inputs again if it needs them.
+    every visible token, which whole attention counts, too. The loss of an index is not counted.
+    Bytes are each input and output once; a backward pass adds their gradients, and the inputs again
+    if it needs them.
     """
     if problem.case.name in ("attention.compress", "attention.combine"):
         return {"bytes": _moved_bytes(problem, mode)}
-    name, config = problem.case.name, problem.point.config
+    name, config, is_whole = problem.case.name, problem.point.config, problem.case.is_whole
     size, value_size = config.head_dim, config.value_dim
     operations = 2 * size + 2 * value_size
     if mode == "fwd_bwd":
@@ -368,11 +398,12 @@ def useful_work(problem: Problem, mode: str, *, dense: bool = False) -> dict[str
     seq_len, heads = problem.point.seq_len, config.scoring
     counted: tuple[str, ...] = (name,)
     scores = 0
-    if heads.scores == "token_max" and name in ("attention", "attention.choice") and not dense:
+    by_token = heads.scores == "token_max" and (is_whole or name == "attention.choice")
+    if by_token and not dense:
         scores = 2 * heads.head_dim * heads.num_heads * pairs("dense", seq_len, config)
     if name == "attention.choice":
         counted, operations = () if scores else ("attention.compressed",), 2 * size
-    if name == "attention":
+    if is_whole:
         counted = tuple(case for case, branch in BRANCHES.items() if branch in config.branches)
     if dense:
         counted = ("dense",)

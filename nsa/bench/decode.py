@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.attention import AttentionInputs
-from nsa.bench.attention import missing_kernel
+from nsa.bench.attention import Provider, missing_kernel
 from nsa.bench.cases import Point, normal
 from nsa.bench.clock import (
     MAX_SAMPLES,
@@ -85,6 +85,8 @@ def bench_decode(
     cases: Sequence[str] = CASES,
     providers: Sequence[str] | None = None,
     points: Sequence[tuple[int, int]] | None = None,
+    variants: Sequence[Provider] = (),
+    changed: Fields | None = None,
 ) -> None:
     """Measure, print and write rows.
 
@@ -98,18 +100,26 @@ def bench_decode(
         providers: members of ``PROVIDERS``; None means, for attention, all but the reference (on a
             CPU only the reference), and for models, sparse and dense.
         points: context length and number of sequences; None means ``POINTS``.
+        variants: this library with other fields of the pattern, see
+            :func:`nsa.bench.attention.parse_variant`.
+        changed: settings of ``config`` that differ from its file.
     """
-    device = results.device
+    device, patterns = results.device, {each.name: dict(each.variant) for each in variants}
     attention = ATTENTION[:-1] if device.type == "cuda" else ATTENTION[-1:]
     known = {CASES[0]: (ATTENTION, attention), CASES[1]: (MODELS, MODELS[:2])}
     for case in cases:
         names = [each for each in providers or known[case][1] if each in known[case][0]]
-        for (length, batch), each in product(points or POINTS[case], names):
-            point = Point(shape, heads, length, batch, "random", DTYPE, device)
-            row, make = point.fields(), partial(attention_step, each, point)
+        for (length, batch), each in product(points or POINTS[case], [*names, *patterns]):
+            variant, kind = patterns.get(each), "nsa" if each in patterns else each
+            changes: Fields = variant or {}
+            given = replace(heads, **changes), length, batch, "random", DTYPE, device
+            point = Point(shape, *given)
+            row, make = point.fields() | {"variant": variant}, partial(attention_step, kind, point)
             if case == CASES[1]:
-                row |= {"shape": name, "choice": "model"}
-                make = partial(model_step, model_of(config, each).model, length, batch, device)
+                row |= {"shape": name, "choice": "model", "changed": changed}
+                model = model_of(config, kind).model
+                model = replace(model, nsa=replace(model.nsa, **changes))
+                make = partial(model_step, model, length, batch, device)
             if each in MODELS[3:]:
                 make = partial(generate_step, each, config, length, batch, device)
             found = measure(make, device, is_ours=each not in _FOREIGN)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nsa.bench.cases import (
     BRANCHES,
     CASES,
+    INDEX_INPUTS,
     Problem,
     Tensors,
     prepare,
@@ -22,9 +23,11 @@ from nsa.bench.cases import (
 )
 from nsa.bench.clock import Fields, judge
 from nsa.config import NSAConfig
+from nsa.ops.index_loss import index_loss
 from nsa.rope import Rope
 from nsa.testing import assert_within_budget, packed_offsets
 from nsa.testing.sampled import (
+    PART_ELEMENTS,
     Phi,
     Sample,
     SampledSelection,
@@ -91,9 +94,10 @@ class Gate:
             if case == "attention.choice":
                 self._check_selection(results["out"], self.problem)
                 return {}
-            if case == "attention":
+            if self.problem.case.is_whole and not dense:
                 self._select(backend)
-            packed = {name: x.detach().flatten(0, -3) for name, x in results.items()}
+            # The loss of an index, a scalar, is not compared, but its gradients are.
+            packed = {name: x.detach().flatten(0, -3) for name, x in results.items() if x.ndim}
             values, dtype = partial(self._values, case), self.problem.point.dtype
             return {name: x.total for name, x in check_sampled(values, packed, dtype, case).items()}
 
@@ -121,11 +125,13 @@ class Gate:
         """Sampled rows and values of the results, computed in ``dtype``."""
         x, config, keys = self._packed, self.problem.point.config, self.keys
         sample = Sample(self.queries, keys, self._offsets, self._offsets)
-        if case == "attention":  # uses the checked block indices
+        if self.problem.case.is_whole and case != "dense":  # uses the checked block indices
             assert self._block_indices is not None
             whole = {**with_window(x, config), "block_indices": self._block_indices.flatten(0, 1)}
             phi = Phi(rope=Rope.from_config(config))
-            values = sampled_values(case, whole, sample, config, dtype, phi)
+            values = sampled_values("attention", whole, sample, config, dtype, phi)
+            if "index_loss" in self.problem.case.outputs:
+                values |= self._index_gradients(dtype)
             for kind in "kv" if shares_keys(config) else "":
                 rows, gradient = values[f"d{kind}_slc"]
                 values[f"d{kind}_slc"] = rows, gradient + values.pop(f"d{kind}_win")[1]
@@ -146,6 +152,25 @@ class Gate:
             given["block_indices"] = x["block_indices"]
         values = sampled_values(branch, given, sample._replace(keys=keys), config, dtype)
         return {f"{key}_{name}" if key in ("dk", "dv") else key: y for key, y in values.items()}
+
+    def _index_gradients(self, dtype: torch.dtype) -> Values:
+        """Gradients of the index's loss: of sampled queries, and of the last keys (``_TAIL``)."""
+        point, ids, names = self.problem.point, self._block_indices, (*INDEX_INPUTS, "q", "k_slc")
+        assert ids is not None
+        ids, compute = ids.flatten(0, 1), torch.promote_types(dtype, torch.float32)
+        q_idx, k_idx, q, k = (self._packed[name].to(compute) for name in names)
+        begin = max(point.tokens - _TAIL, point.tokens - point.seq_len)
+        last = torch.arange(begin, point.tokens, device=q.device)
+        size = max(1, PART_ELEMENTS // (point.config.num_heads * point.seq_len))
+        given: list[Tensor] = [x.requires_grad_() for x in (q_idx, k_idx)]
+        # Each part is consecutive queries of one sequence, which are its last ones.
+        for part in (*self.queries[self.queries < begin][:, None], *last.split(size)):
+            first, end = int(part[0]), int(part[-1]) + 1
+            queries, keys = slice(first, end), slice(first // point.seq_len * point.seq_len, end)
+            x = (q_idx[queries], k_idx[keys], q[queries], k[keys], ids[queries])
+            index_loss(*x, point.config, backend="reference").total.backward()
+        dq, dk = (torch.zeros_like(x) if x.grad is None else x.grad.to(dtype) for x in given)
+        return {"dq_idx": (self.queries, dq[self.queries]), "dk_idx": (last, dk[last])}
 
     def _combined(self, dtype: torch.dtype) -> Values:
         """Values of the gated sum, whose rows are independent."""

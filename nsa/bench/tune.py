@@ -114,7 +114,7 @@ def bench_tune(
     path = out or TABLES / f"{table_name(here['gpu'])}.json"
     faults = list[str | None]()
     by_token = [replace(at, config=replace(at.config, scores="token_max")) for at in points]
-    measured = [(case, points) for case in list(CASES.values())[1:]]  # without whole attention
+    measured = [(case, points) for case in CASES.values() if not case.is_whole]
     for case, some in [*measured, (CASES["attention.choice"], by_token)]:
         for task in (task for task in find_tasks(case, some) if fnmatch(task.key.kernel, kernel)):
             lengths = ", ".join(f"{seq_len:,}" for seq_len in task.works)

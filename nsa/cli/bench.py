@@ -182,8 +182,10 @@ def decode(
     config: Path = Path("78m"),
     provider: str | None = None,
     points: str | None = None,
+    variant: list[str] | None = None,
     out: Path | None = None,
     commit: str | None = None,
+    **settings: str,
 ) -> int:
     """Measure decoding.
 
@@ -193,7 +195,8 @@ def decode(
     are compared with fp64 first; a wrong one gets no time, and the exit code is 1. For example
       nsa bench decode --out benchmarks/results/mine.jsonl
       nsa bench decode --case decode.attention --shape seed --points 65536,65536x64
-      nsa bench decode --case decode.model --config 78m --points 2048,16384x64
+      nsa bench decode --case decode.model --config 78m-8k --points 2048,16384x64
+      nsa bench decode --config 78m-8k --shape seed --variant index:scores=index
       nsa bench decode --case decode.model --config cpu-small --points 256      (without a GPU)
 
     Args:
@@ -204,11 +207,15 @@ def decode(
             dense-scan, .., reference; of models dense, dense-matched, hf (generate of transformers
             with this library's model), transformers (with a Llama of equal size)
         points: tokens of context, with xB for B sequences (default those of the targets)
+        variant: NAME:KEY=VALUE,...: nsa with other fields of NSAConfig; may be given several times
         out: JSONL file to append the rows to
         commit: commit to record if the checkout has no git
+        settings: of the models
     """
+    from nsa.bench.attention import parse_variant
     from nsa.bench.cases import parse_shape
     from nsa.bench.decode import CASES, PROVIDERS, bench_decode
+    from nsa.bench.train import differences
     from nsa.train.load import load_config
 
     cases, heads = _words("--case", case, CASES), parse_shape(shape)
@@ -217,9 +224,20 @@ def decode(
     hint = "Without one give short contexts: nsa bench decode --config cpu-small --points 256"
     fits = found is not None or _device().type == "cuda"
     check(fits, "this machine", "have a CUDA GPU", "none", hint)
-    run, results = load_config(config), _results(out, commit)
-    name = configs.name_in_rows(config)
-    bench_decode(results, shape, heads, run, name, cases=cases, providers=names, points=found)
+    variants = [parse_variant(text, PROVIDERS) for text in variant or []]
+    run, results = load_config(config, settings), _results(out, commit)
+    bench_decode(
+        results,
+        shape,
+        heads,
+        run,
+        configs.name_in_rows(config),
+        cases=cases,
+        providers=names,
+        points=found,
+        variants=variants,
+        changed=differences(load_config(config), run),
+    )
     return results.finish()
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import NormalDist, fmean, stdev
 from typing import Any
@@ -19,7 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from nsa.attention import AttentionInputs
+from nsa.config import NSAConfig
 from nsa.errors import check
+from nsa.lm.model import LanguageModel
+from nsa.module import NativeSparseAttention
+from nsa.ops.index_loss import block_recall
 from nsa.train.data import IGNORED_TARGET, Batch, TextSource, TokenSource, collate, spread
 from nsa.train.data.batch import pack
 from nsa.train.data.tokenizer import Ids
@@ -27,6 +33,7 @@ from nsa.train.execution.precision import autocast
 from nsa.train.loss import NextTokenLoss, cross_entropy_of_tokens
 
 Sums = NDArray[np.float64]  # [N, 3]: summed loss in nats, targets, bytes of text that they spell
+RECALL_QUERIES = 64  # about as many of a batch, evenly spread
 _RESAMPLES, _SEED = 10_000, 0  # of the bootstrap over documents
 # 97.5% quantiles of Student's t for 1 to 9 degrees of freedom.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -84,6 +91,65 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+class SelectionRecall:
+    """Recall of the layers that select by tokens or an index, see :func:`block_recall`.
+
+    Args:
+        model: the language model.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._layers = {
+            number: layer.attention
+            for number, layer in enumerate(model.decoder_layers())
+            if isinstance(layer.attention, NativeSparseAttention)
+            and layer.attention.config.scores in ("token_max", "index")
+            and "slc" in layer.attention.config.branches
+        }
+        shape, device = (len(self._layers), 2), model.embedding.weight.device
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def observed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation; the pass over the first one is measured."""
+        try:
+            for number, batch in enumerate(batches):
+                for sums, layer in zip(self._sums, self._layers.values(), strict=True):
+                    observer = partial(_add_recall, sums, layer.config, batch.cu_seqlens)
+                    layer.observer = None if number else observer
+                yield batch
+        finally:
+            for layer in self._layers.values():
+                layer.observer = None
+
+    def row(self, sum_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Metrics ``selected_recall``, also by layer; empty without such a layer.
+
+        Args:
+            sum_processes: sums a tensor over the processes that share the evaluation.
+        """
+        sums = sum_processes(self._sums).tolist()
+        parts = zip(self._layers, sums, strict=True)
+        row = {f"selected_recall_layer_{n}": kept / best for n, (kept, best) in parts if best}
+        return {"selected_recall": fmean(row.values()), **row} if row else {}
+
+
+def _add_recall(
+    sums: Tensor,
+    config: NSAConfig,
+    cu_seqlens: Tensor,
+    inputs: AttentionInputs,
+    blocks: Tensor | None,
+) -> None:
+    """Add the mass that the selected blocks keep, and the largest, of some queries of a pass."""
+    q, k = inputs.q, inputs.k_slc
+    assert k is not None
+    assert blocks is not None
+    rows = torch.arange(0, len(q), max(1, len(q) // RECALL_QUERIES), device=q.device)
+    cu = cu_seqlens.to(q.device)
+    kept, best = block_recall(q, k, blocks, config, rows, cu_seqlens_q=cu)
+    sums += torch.stack((kept.sum(), best.sum()))
 
 
 def figures_of(nats: float, num_targets: float, num_bytes: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from nsa.train.config import TrainConfig
 from nsa.train.data import Batch, DataBundle, validation_batches
 from nsa.train.distributed.processes import Processes, gather
 from nsa.train.distributed.strategy import Replicated
-from nsa.train.evaluation import evaluate
+from nsa.train.evaluation import SelectionRecall, evaluate
 from nsa.train.execution.compilation import Compiled, Startup, compilations
 from nsa.train.generation import Generation, Sampling
 from nsa.train.run_folder import RunFolder
@@ -289,10 +289,11 @@ class Reports:
             document_mask=config.data.document_mask,
         )
         strategy, before = self._run.strategy, compilations.now
+        recall, share = SelectionRecall(self._state.model), self._share(batches)
         try:
             result = evaluate(
                 strategy.loss,
-                self._share(batches),
+                share if self._layers is None else recall.observed(share),
                 compute_dtype=config.compute_dtype,
                 sum_processes=self._run.processes.sum,
             )
@@ -305,7 +306,8 @@ class Reports:
         self.validated = {progress.step: figure}
         if progress.best_val_bits_per_byte is None or figure < progress.best_val_bits_per_byte:
             progress.best_val_bits_per_byte, progress.best_val_step = figure, progress.step
-        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure}
+        recalls = recall.row(self._run.processes.sum)
+        return {"val_loss_nats": result["loss_nats"], "val_bits_per_byte": figure, **recalls}
 
     def _share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield this process's part of the batches; all processes call this together.

@@ -9,6 +9,7 @@ import torch
 
 from nsa import NSAConfig, cli
 from nsa.bench import clock, decode
+from nsa.bench.attention import parse_variant
 from nsa.bench.cases import Point
 from nsa.bench.clock import Subject, Timing, verdict
 from nsa.bench.decode import CASES, POINTS, bench_decode
@@ -60,6 +61,23 @@ def test_rows_of_a_run(bench):
         assert (row.shape, row.choice) in (("small", "random"), ("tiny", "model"))
         assert (row.mode, row.dtype) == ("step", "bfloat16")
         assert (row.launches, row.mib_read, row.kernels) == (None, None, [])  # of a GPU
+
+
+def test_variants_of_the_pattern(bench):
+    """In both cases; of attention by the kernels, which need a GPU."""
+    variants = [parse_variant("index:scores=index,branches=[slc,win],index_dim=16")]
+    given: dict[str, Any] = {"providers": ["reference"], "changed": {"seed": 1}}
+    code, rows = bench(points=((140, 2),), variants=variants, **given)
+    assert code == 0
+    assert [(row.case, row.provider) for row in rows] == [
+        *((ATTENTION, "reference"), (ATTENTION, "index"), (MODEL, "index"))
+    ]
+    assert [row.variant for row in rows] == [None, *[dict(variants[0].variant)] * 2]
+    assert [row.changed for row in rows] == [None, None, {"seed": 1}]
+    assert rows[1].note == "not run: it needs a CUDA GPU"
+    assert (rows[2].correct, rows[2].tokens_per_s > 0) == (True, True)
+    plain = bench(cases=[MODEL], providers=["nsa"], points=((140, 2),))[1]
+    assert rows[2].errors != plain[0].errors
 
 
 def test_the_fastest_dense_attention_counts(bench, monkeypatch):
@@ -143,7 +161,13 @@ def test_the_points_are_those_of_the_targets():
 # --- The command
 @pytest.mark.parametrize(
     "words",
-    ["", *(f"--points {x}" for x in ("12x", "2048,0x1", "2048,", "100"))],
+    [
+        "",
+        *(
+            f"--points {x}"
+            for x in ("12x", "2048,0x1", "2048,", "100", "200 --variant dense:window_size=256")
+        ),
+    ],
 )
 def test_points_that_are_none(words, monkeypatch):
     """Without points the machine must have a GPU."""
@@ -155,11 +179,14 @@ def test_points(monkeypatch):
     asked = dict[str, Any]()
 
     def noted(results, *names, **given):
-        asked.update(given, names=(names[0], names[3]))
+        asked.update(given, names=(names[0], names[3]), scores=names[2].model.nsa.scores)
 
     monkeypatch.setattr(decode, "bench_decode", noted)
-    assert cli.main(["bench", "decode", "--points", "2048,65536x32"]) == 0
+    words = "--points 2048,65536x32 --model.nsa.scores token_max --variant a:window_size=256"
+    assert cli.main(["bench", "decode", *words.split()]) == 0
     assert asked["points"] == [(2048, 1), (65_536, 32)]
+    assert asked["scores"] == asked["changed"]["model.nsa.scores"] == "token_max"
+    assert [(one.name, one.variant) for one in asked["variants"]] == [("a", {"window_size": 256})]
     assert (asked["names"], asked["cases"]) == (("wide", "seed"), [*CASES])
 
 

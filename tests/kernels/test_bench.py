@@ -89,6 +89,10 @@ def test_other_tiles_are_looked_up_though_launches_are_replayed():
             for scores in ("token_max", "index")
         ),
         ("attention", {"scores": "token_max", "branches": ("slc", "win"), "share_kv": True}),
+        (
+            "attention.with_index_loss",
+            {"scores": "index", "num_selected_blocks": 5, "index_dim": 32},
+        ),
     ],
 )
 def test_kernels_pass_the_gate(name, changes, monkeypatch):

@@ -104,6 +104,12 @@ def test_training_teaches_the_index(tmp_path):
     layers = [rows[1.0][0][f"index_loss_nats_layer_{layer}"] for layer in range(2)]
     assert sum(layers) / 2 == pytest.approx(losses[0])
     assert not any("index" in key for row in rows[0.0] for key in row)
+    *others, last = rows[1.0]  # the last row has an evaluation
+    assert not any("selected_recall" in row for row in others)
+    recalls = [last[f"selected_recall_layer_{layer}"] for layer in range(2)]
+    assert all(0.3 < recall < 1 for recall in recalls)
+    assert last["selected_recall"] == sum(recalls) / 2
+    assert all(layer.attention.observer is None for layer in trainer.model.decoder_layers())
     assert rows[0.0][0]["loss_nats"] == rows[1.0][0]["loss_nats"]
 
 

@@ -78,6 +78,7 @@ METRICS = (
     "selected_max_tokens",
     "selected_distance_tokens",
     "selected_overlap",
+    "selected_recall",
     "selected_tiled_calls",
     "selected_gathered_calls",
     "selected_reference_calls",
