@@ -129,7 +129,7 @@ class SelectionRecall:
         Args:
             sum_processes: sums a tensor over the processes that share the evaluation.
         """
-        sums = sum_processes(self._sums).tolist()
+        sums = sum_processes(self._sums).tolist() if self._layers else []
         parts = zip(self._layers, sums, strict=True)
         row = {f"selected_recall_layer_{n}": kept / best for n, (kept, best) in parts if best}
         return {"selected_recall": fmean(row.values()), **row} if row else {}

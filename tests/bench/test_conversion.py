@@ -33,7 +33,9 @@ def test_configuration() -> None:
     assert config.global_batch * config.seq_len == 65_536
 
 
-def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments for a small random Llama and a text, with small measurements."""
     pattern = {"num_selected_blocks": 8, "num_local_blocks": 2, "block_size": 16}
     for name, value in {**models.PATTERN, **pattern}.items():
         monkeypatch.setitem(models.PATTERN, name, value)
@@ -57,9 +59,19 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     text, out = tmp_path / "numbers.txt", tmp_path / "rows.jsonl"
     text.write_text(" ".join(map(str, range(400))))
-    words = [str(tmp_path / "model"), "--text", str(text), "--out", str(out), "--device", "cpu"]
-    measure.main([*words, "--lengths", "256,512", "--times", "64"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    return [str(tmp_path / "model"), "--text", str(text), "--out", str(out), "--device", "cpu"]
+
+
+def rows_of(words: list[str], *others: str) -> list[dict[str, Any]]:
+    """Rows of the measurement."""
+    out = Path(words[words.index("--out") + 1])
+    out.unlink(missing_ok=True)
+    measure.main([*words, *others])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_rows(words: list[str]) -> None:
+    rows = rows_of(words, "--lengths", "256,512", "--times", "64")
     names = ["dense", "token_max", "mean keys", "random", "window", "index", "dense graph"]
     assert list(dict.fromkeys(row["name"] for row in rows)) == names
     of = {
@@ -83,15 +95,18 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of["dense graph", "answer", None, None]["equal"] == 3
     assert {row["batch"] for row in rows if row["case"] == "decode"} == {1, 2}
     assert of["token_max", "prefill", 64, None]["ms"] > 0
+
+
+def test_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "code_version", lambda: {"commit": None, "dirty": None})
-    out.unlink()
-    chosen = ["--cases", "loss,mass", "--only", "random", "--commit", "abc", "--yarn", "4"]
-    measure.main([*words, "--lengths", "256", *chosen])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    words += ["--lengths", "256", "--cases"]
+    (plain,) = rows_of(words, "loss", "--only", "")[:1]
+    chosen = ["loss,mass", "--only", "random", "--commit", "abc", "--yarn", "4"]
+    rows = rows_of(words, *chosen)
     cases = [("dense", "loss"), ("random", "loss"), ("random", "mass"), ("dense graph", "loss")]
     assert [(row["name"], row["case"]) for row in rows] == cases
     assert all((row["commit"], row["yarn"]) == ("abc", 4) for row in rows)
     assert abs(rows[-1]["difference"]) < 1e-5  # both dense models are scaled
-    assert abs(rows[0]["loss"] - of["dense", "loss", 256, None]["loss"]) > 1e-4
+    assert abs(rows[0]["loss"] - plain["loss"]) > 1e-4
     with pytest.raises(UserError, match="--cases"):
-        measure.main([*words, "--cases", "speed"])
+        measure.main([*words, "speed"])
