@@ -144,7 +144,8 @@ def test_rollout_reaches_production(tmp_path):
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("best")]
     canary = "go: canary of 40 steps; runs/a continues"
-    assert said == ["finished 60 steps", "go: smoke test", canary, "finished 40 steps"]
+    assert said[:2] == ["finished 60 steps", "go: smoke test"]
+    assert {*said[2:]} == {canary, "finished 40 steps"}  # of two processes, in any order
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
 
 
