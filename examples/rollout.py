@@ -64,7 +64,7 @@ def main() -> int:
 
 def smoke_test(config: str, run: Path, settings: dict[str, str], processes: int) -> None:
     """Train some steps in RUN-smoke, with a process killed after the first checkpoint."""
-    smoke = run.with_name(f"{run.name}-smoke")
+    smoke = run.resolve().with_name(f"{run.name}-smoke")
     training = train(processes, config, smoke, {**settings, **SMOKE})
     while training.poll() is None and not any(smoke.glob("checkpoints/step-*")):
         time.sleep(0.02)
