@@ -1,4 +1,4 @@
-"""Take a training run from a smoke test over a canary to production.
+"""Take a training run from a smoke test through a canary to production.
 
 python examples/rollout.py 117m-fineweb runs/main
 python examples/rollout.py 78m runs/main --canary 1000 --world-size 2 --accumulation 1
