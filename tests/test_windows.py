@@ -88,7 +88,7 @@ def test_windows(tmp_path):
     # Everything but kernels is imported, and only Triton is missing.
     assert {name.partition(".")[0] for name in found["absent"].values()} == {"triton"}
     kernels = re.compile(
-        r".*\.(kernels|_triton\.\w+|range\.launch|selected\.(index|index_kernels|launch|tiled|gathered\w*)"
+        r".*\.(kernels|_triton\.\w+|range\.launch|selected\.(launch|tiled|gathered\w*)"
         r"|selection\.(fp8|launch|random|token_max|two_stage)|shared_kv|index_loss\.(dense_kernels|launch)"
         r"|decode\.(append|launch|layout|merge|scan|select))"
     )

@@ -184,6 +184,8 @@ def _cached(
     inputs = AttentionInputs._make(given)
     rope, whole = Rope.from_config(config), NSACache(config, 1, batch, max_tokens=point.seq_len)
     (layer,) = whole.layers
+    if not is_reference and not layer.has_kernels:
+        raise UnsupportedError("steps of this pattern run the operators of the forward pass")
     layer.attend(inputs, rope=rope, sequences=Sequences(None, batch, 1, 1, point.device))
     fill_cache(whole, length - 1)
     tensors = layer.tensors
@@ -264,7 +266,9 @@ def model_step(config: LMConfig, context: int, batch: int, device: torch.device)
         nonlocal tokens
         tokens = decoder.step(tokens).argmax(-1)
 
-    kernels = DENSE_KERNELS if config.attention_kind == "dense" else KERNELS
+    kernels: tuple[str, ...] = ()
+    if all(layer.has_kernels for layer in decoder.cache.layers):
+        kernels = DENSE_KERNELS if config.attention_kind == "dense" else KERNELS
     fault = partial(missing_kernel, parts=(kernels, ()), mode="fwd")
     check = partial(check_decoder, config, device)
     return Subject(step, check, fault, lambda: {"tokens": batch}, capture=False)

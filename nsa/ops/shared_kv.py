@@ -27,6 +27,7 @@ from nsa.ops._layout import Gated, cdiv, rows
 from nsa.ops._operator import Call, KeyRange
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch, fitting, kernel, source
+from nsa.ops._triton.selected_index import make_lists, word_of
 from nsa.ops._triton.tiles import (
     LOG2_E,
     VARYING,
@@ -46,7 +47,6 @@ from nsa.ops._triton.tiles import (
 )
 from nsa.ops.range.launch import KeyPlan, key_plan
 from nsa.ops.range.types import RangeInputs, RangeResults
-from nsa.ops.selected.index import make_lists, word_of
 from nsa.ops.selected.launch import constants_of, fitted, over_lists, tile_named
 from nsa.ops.selected.tiled import find_list, first_step, list_step, selects
 from nsa.ops.selected.types import SelectedInputs, SelectedResults

@@ -12,7 +12,7 @@ from nsa import NSAConfig
 from nsa.bench import clock, decode, tune
 from nsa.bench.attention import PROVIDERS, Work, bench_attention
 from nsa.bench.cases import CASES, Point, make_tensors, parse_shape, prepare
-from nsa.bench.clock import Timing
+from nsa.bench.clock import Timing, UnsupportedError
 from nsa.bench.report import Results
 from nsa.ops._triton.tuning import TileKey, tiles_chosen_by
 
@@ -136,3 +136,11 @@ def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider, chang
         assert 0 < checked["errors"]["out"] < 1e-6
     # B, Hkv, keys and values of 16 elements, bytes
     assert step.work() == {"tokens": 2, "read": 2 * 2 * (keys + values) * 16 * 4}
+
+
+def test_fp8_steps_have_no_decode_kernels_to_measure():
+    changes: Any = {"scores": "token_max", "score_precision": "fp8", "branches": ("slc", "win")}
+    config = NSAConfig(4, 2, 16, 16, **SMALL, **changes)
+    point = Point("small", config, 200, 2, "random", torch.float32, CPU)
+    with pytest.raises(UnsupportedError, match="operators of the forward pass"):
+        decode.attention_step("nsa", point)

@@ -184,6 +184,17 @@ def test_any_number_of_programs(splits, change):
     check(case_of({**ONE_KV_HEAD, **changes}, (2, 300), 2))
 
 
+@pytest.mark.parametrize(
+    ("keys", "sequences", "scored"),
+    [("group", 1, 128), ("shared", 1, 256), ("group", 64, 64), ("shared", 64, 64)],
+)
+def test_few_sequences_share_scored_keys_among_all_multiprocessors(keys, sequences, scored):
+    changes: Any = {"scores": "index", "index_keys": keys, "branches": ("slc", "win")}
+    config = NSAConfig(12, 2, 64, 64, **changes)
+    assert launch.choose_splits(config, 2 * sequences, 1, 65_536).scored == scored
+    assert launch.choose_splits(config, 2 * sequences, 1, 200).scored <= 2
+
+
 @pytest.mark.parametrize(("ranked", "scores"), [(16, "compressed"), (32, "token_max")])
 def test_selection_in_chunks(ranked, scores, change):
     """Programs of 15 or 31 blocks each, whose best are merged; most have none of a short one."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nsa.ops._triton.tuning import tiles_chosen_by
 from nsa.ops.index_loss import index_loss, launch
 from tests.kernels.test_operators import heads
 from tests.ops.cases import leaf
@@ -49,8 +50,9 @@ def test_index_loss(name, selected):
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "all"])
 def test_products_with_a_part_of_a_block(selected, monkeypatch):
     monkeypatch.setattr(launch, "PRODUCT_BYTES", 0)
-    case = Case(heads(2, block_size=64), (330,), (9,))
-    check_index_loss(case, Head(2, selected=selected))
+    case = Case(heads(2, block_size=64), (330,), (40,))
+    with tiles_chosen_by(lambda _, tile: tile._replace(rows=16, keys=16)):
+        check_index_loss(case, Head(2, dim=16, selected=selected))
 
 
 def sum_of(case: Case, head: Head, function: Any) -> list[torch.Tensor]:

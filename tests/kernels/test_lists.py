@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops._sequences import Sequences
-from nsa.ops.selected import index
-from nsa.ops.selected.index import Lists, make_lists, word_of
+from nsa.ops._triton import selected_index
+from nsa.ops._triton.selected_index import Lists, make_lists, word_of
 
 HEADS, SLOTS, BLOCK_SIZE = 2, 5, 16
 
@@ -69,7 +69,7 @@ def test_lists(monkeypatch, dtype, past, word, group, rows):
     right = expected(found, lengths, past, group, rows)
     results = []
     for words in ((32, 64), (64,), ()):
-        monkeypatch.setattr(index, "WORDS", words)
+        monkeypatch.setattr(selected_index, "WORDS", words)
         stats = torch.zeros(2, dtype=torch.int64)
         lists = make_lists(found, where, group, BLOCK_SIZE, rows, stats)
         assert {place: pairs(lists, *place) for place in right} == right

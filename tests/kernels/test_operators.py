@@ -19,6 +19,7 @@ from nsa.ops import shared_kv
 from nsa.ops._operator import Call
 from nsa.ops._sequences import Sequences
 from nsa.ops._side_stream import Streams
+from nsa.ops._triton.selected_index import chunk_size
 from nsa.ops._triton.tiles import cos_sin
 from nsa.ops._triton.tuning import Tile, TileKey, default_tile, tiles_chosen_by
 from nsa.ops.compression import Raw, ops, run_compress
@@ -134,7 +135,7 @@ def test_sizes_depend_on_shapes_alone(monkeypatch):
         assert count == 1 or count * programs <= 10_240
     # 131,072 selections are two sequences of 2,048 tokens.
     chunks = {0: 128, 65_535: 128, 131_072: 256, 300_000: 512, 524_288: 1024, 2**21: 1024}
-    assert {number: launch.chunk_size(number) for number in chunks} == chunks
+    assert {number: chunk_size(number) for number in chunks} == chunks
     # One segment if the partial results are small, else four of them a query head.
     row = 12 * 64 * 2
     segments = [(2048, 16, row, 1), (65536, 16, row, 4), (65536, 12, row, 3), (3, 2**10, 2**20, 3)]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from nsa.ops._triton import selected_index
 from nsa.ops.selected import launch
 from tests.ops.cases import small
 from tests.ops.properties import *  # noqa: F403
@@ -47,6 +48,7 @@ def short_chunks(monkeypatch):
     for name, value in {**sizes, "MERGE_ROWS": 64}.items():
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(launch, "num_segments", lambda *_: 2)
+    monkeypatch.setattr(selected_index, "MOST_IN_CHUNK", 20)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

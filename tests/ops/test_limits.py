@@ -15,7 +15,7 @@ from nsa.ops import _checks
 from nsa.ops._plan import PLANS
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
-from nsa.ops.selected.index import new_index
+from nsa.ops._triton.selected_index import new_index
 from tests.ops.cases import small
 from tests.ops.test_bad_input import LENGTH, good
 

@@ -19,6 +19,8 @@ from nsa.ops._triton.tiles import load_fp32
 
 BLOCK_ROWS = 16
 BLOCK_COLUMNS = 256
+# Columns of a warp.
+WARP_COLUMNS = 64
 # Maximum number of rows with the same index that one program sums.
 PIECE = 64
 
@@ -94,7 +96,8 @@ def sum_rows(
     """
     if out.numel():
         width = out.shape[1]
-        sizes = {"EACH": each, "BLOCK_R": BLOCK_ROWS, "BLOCK_C": block_columns, "num_warps": 4}
+        sizes = {"EACH": each, "BLOCK_R": BLOCK_ROWS, "BLOCK_C": block_columns}
+        sizes["num_warps"] = max(1, min(4, block_columns // WARP_COLUMNS))
         grid = (out.shape[0], cdiv(width, block_columns))
         launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
         launch(x, order, source, weight, start, stop, out, width)

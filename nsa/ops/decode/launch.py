@@ -35,6 +35,8 @@ MAX_SCORES = 4096
 MAX_BLOCKS, MAX_HEADS = 2048, 16
 MAX_RANKED = 256
 MAX_SPLITS = 64
+# Maximum number of splits of scored keys if few sequences would leave multiprocessors idle.
+MAX_SCORED_SPLITS = 256
 SPLIT_KEYS = 128
 # Maximum number of compressed or scored keys per program, whatever their total; window programs,
 # which run concurrently, have about as many.
@@ -145,22 +147,26 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
     programs = 2 * 132  # for an H100 or H200; close enough elsewhere
     wanted = max(programs // groups, 1)
 
-    def splits_of(keys: int) -> int:
+    def splits_of(keys: int, wanted: int, limit: int) -> int:
         # Powers of two, so that few kernels are compiled for caches of all sizes.
         least, most = (next_power_of_2(cdiv(keys, each)) for each in (LONG_SPLIT_KEYS, SPLIT_KEYS))
-        return min(max(wanted, least), MAX_SPLITS, most)
+        return min(max(wanted, min(least, MAX_SPLITS)), limit, most)
+
+    compressed = scored = 0
+    if config.compresses_keys:
+        compressed = splits_of(most_tokens // config.compress_stride, wanted, MAX_SPLITS)
+    if config.scores_tokens:
+        sequences = groups // config.num_kv_heads
+        each = max(programs // (sequences * config.scoring.num_kv_heads), 1)
+        each = 1 << (each.bit_length() - 1)
+        scored = splits_of(most_tokens, each, MAX_SCORED_SPLITS)
 
     win = max(wanted // len(config.branches), 1)
     win = min(win, MAX_SPLITS, cdiv(config.window_size + queries - 1, STEP_KEYS))
     slc = min(max(wanted // queries, 1), config.num_selected_blocks)
     slc = cdiv(config.num_selected_blocks, cdiv(config.num_selected_blocks, slc))
     on = config.branches
-    return Splits(
-        splits_of(most_tokens // config.compress_stride) if config.compresses_keys else 0,
-        win if "win" in on else 0,
-        slc if "slc" in on else 0,
-        splits_of(most_tokens) if config.scores_tokens else 0,
-    )
+    return Splits(compressed, win if "win" in on else 0, slc if "slc" in on else 0, scored)
 
 
 def attend(

@@ -1,6 +1,9 @@
 """Kernels of the loss of an index head over selected blocks, and what both phases share.
 
-Exponents are base 2, and masses and scores of blocks stay logarithms, so that nothing underflows.
+The products of queries and keys are computed block by block with the queries that selected it, as
+in selected attention: each key is loaded once for many queries. A block that is too large for
+one tile has ``PARTS`` of ``KEYS`` keys, with results of their own. Exponents are base 2, and masses
+and scores of blocks stay logarithms, so that nothing underflows.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
@@ -10,8 +13,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.gathered_rows import SEGMENT, find_chunk, load_order, locate_rows
 from nsa.ops._triton.kernel import kernel
-from nsa.ops._triton.tiles import LN_2, LOG2_E, VARYING, find_tile, load_rows, sequence_rows
+from nsa.ops._triton.tiles import (
+    LN_2,
+    LOG2_E,
+    VARYING,
+    find_tile,
+    load_rows,
+    load_tile,
+    sequence_rows,
+    store_rows,
+)
 from nsa.ops._triton.token_lse import add_weights
 
 
@@ -26,8 +39,8 @@ class IndexSizes(NamedTuple):
         N: slots of a query; 0 if all blocks are attended to.
         BLOCK_SIZE: tokens of a block.
         KEYS: tokens of one product, a part of a block.
-        QUERIES: queries of a tile.
-        BLOCK_G, BLOCK_IH, BLOCK_N: padded to powers of two, heads to at least 16 for products.
+        QUERIES: queries of a tile; with selected blocks, rows (queries by heads).
+        BLOCK_G, BLOCK_IH, BLOCK_N: padded to powers of two.
     """
 
     HKV: int
@@ -81,13 +94,130 @@ def find_largest(s, key, largest, token):
     return larger(here, largest), tl.where(here <= largest, token, first)
 
 
-@kernel(do_not_specialize=VARYING)
-def index_loss_kernel(
+@triton.jit
+def add_logs(a, b):
+    """Logarithm of the sum of two powers; -inf if both are 0."""
+    largest = tl.maximum(a, b)
+    largest = tl.where(largest > -float("inf"), largest, 0.0)
+    total = tl.exp2(a - largest) + tl.exp2(b - largest)
+    none = total == 0  # false for NaN, which must be seen
+    return tl.where(none, -float("inf"), largest + tl.log2(tl.where(none, 1.0, total)))
+
+
+@triton.jit
+def slope_places(query, key_head, inner, head_kv, slot, SIZES: tl.constexpr):
+    """Index in ``[T, Hi, Hkv / Hki * n]`` of slots of KV head ``head_kv`` and an index head."""
+    SHARED: tl.constexpr = SIZES.HKV // SIZES.HKI  # KV heads of an index key head
+    row = query.to(tl.int64) * (SIZES.HKI * SIZES.IH) + key_head * SIZES.IH + inner
+    return row * (SHARED * SIZES.N) + head_kv % SHARED * SIZES.N + slot
+
+
+@kernel(do_not_specialize=SEGMENT)
+def index_products_kernel(
     q_idx_ptr,
     k_idx_ptr,
     q_ptr,
     k_ptr,
+    mass_ptr,
+    largest_ptr,
+    token_ptr,
+    chunks,
+    cu_q_ptr,
+    cu_k_ptr,
+    len_q,
+    len_k,
+    num_sequences,
+    num_rows,
+    num_blocks,
+    segment,
+    segment_rows,
+    chunk_size,
+    stride_q_idx,
+    stride_k_idx,
+    stride_q,
+    stride_k,
+    index_scale,
+    softmax_scale,
+    SIZES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write log-sum-exp and largest index product of the visible tokens of selected blocks.
+
+    By part, (query, KV head, slot) and head: the log-sum-exp of the scaled products ``[PARTS, T *
+    Hkv * n, G]``, the largest scaled index product ``[PARTS, T * Hkv * n, IH]``, and its row of
+    keys, same shape. Program (i, p) handles part p of the block of the i-th chunk of selections, in
+    loops over the rows of the chunk (queries by heads).
+    """
+    HKV: tl.constexpr = SIZES.HKV
+    G: tl.constexpr = SIZES.G
+    IH: tl.constexpr = SIZES.IH
+    ROWS: tl.constexpr = SIZES.QUERIES
+    SLOTS: tl.constexpr = HKV * SIZES.N
+    sequences = (cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences)
+    chunk = find_chunk(
+        chunks, sequences, num_blocks, segment, segment_rows, chunk_size, HKV, BLOCKS
+    )
+    if chunk.count > 0:
+        head_kv = chunk.head_kv
+        key_head = head_kv // (HKV // SIZES.HKI)
+        first_q, num_q = sequence_rows(cu_q_ptr, chunk.sequence, len_q)
+        first_key, num_tokens = sequence_rows(cu_k_ptr, chunk.sequence, len_k)
+        offset = num_tokens - num_q - first_q  # of positions to packed queries
+        key = chunk.block * SIZES.BLOCK_SIZE + tl.program_id(1) * SIZES.KEYS
+        key += tl.arange(0, SIZES.KEYS)
+        key_row = first_key + key
+        order_ptr = chunks[0] + chunk.begin
+        first = chunk.first_selection
+        before = tl.program_id(1).to(tl.int64) * num_rows * SLOTS
+        # Selections are loaded one step ahead, because row indices are needed before the rows.
+        k_head = k_ptr + head_kv * stride_k[1]
+        k = load_rows(k_head, key_row, key < num_tokens, stride_k[0], SIZES.D, SIZES.BLOCK_D)
+        count = chunk.count * G
+        ahead = load_order(order_ptr, 0, count, first, G, ROWS, True)
+        for r in tl.range(0, count, ROWS):
+            selection = ahead
+            ahead = load_order(order_ptr, r + ROWS, count, first, G, ROWS, True)
+            rows = locate_rows(selection, r, count, G, SLOTS, ROWS)
+            at = rows.query.to(tl.int64) * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
+            q = load_tile(q_ptr, at, rows.ok, SIZES.D, SIZES.BLOCK_D)  # [ROWS, BLOCK_D]
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * (softmax_scale * LOG2_E)
+            seen = key[None, :] <= (offset + rows.query)[:, None]
+            row_max, total = add_weights(
+                tl.where(seen, s, -float("inf")),
+                tl.full([ROWS], -1e30, tl.float32),
+                tl.zeros([ROWS], tl.float32),
+            )
+            none = total == 0
+            mass = tl.where(none, -float("inf"), row_max + tl.log2(tl.where(none, 1.0, total)))
+            tl.store(mass_ptr + (before + rows.selection) * G + rows.head, mass, mask=rows.ok)
+        k_head = k_idx_ptr + key_head * stride_k_idx[1]
+        k = load_rows(k_head, key_row, key < num_tokens, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI)
+        count = chunk.count * IH
+        ahead = load_order(order_ptr, 0, count, first, IH, ROWS, True)
+        for r in tl.range(0, count, ROWS):
+            selection = ahead
+            ahead = load_order(order_ptr, r + ROWS, count, first, IH, ROWS, True)
+            rows = locate_rows(selection, r, count, IH, SLOTS, ROWS)
+            head = key_head * IH + rows.head
+            at = rows.query.to(tl.int64) * stride_q_idx[0] + head * stride_q_idx[1]
+            q = load_tile(q_idx_ptr, at, rows.ok, SIZES.DI, SIZES.BLOCK_DI)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * (index_scale * LOG2_E)
+            seen = key[None, :] <= (offset + rows.query)[:, None]
+            lowest = tl.full([ROWS], -float("inf"), tl.float32)
+            s = tl.where(seen, s, -float("inf"))
+            largest, token = find_largest(s, key_row, lowest, tl.zeros([ROWS], tl.int32))
+            place = (before + rows.selection) * IH + rows.head
+            tl.store(largest_ptr + place, largest, mask=rows.ok)
+            tl.store(token_ptr + place, token, mask=rows.ok)
+
+
+@kernel(do_not_specialize=[*VARYING, "absent"])
+def index_loss_kernel(
     indices_ptr,
+    block_ptr,
+    mass_ptr,
+    largest_ptr,
+    token_ptr,
     lse_idx_ptr,
     loss_ptr,
     count_ptr,
@@ -99,12 +229,7 @@ def index_loss_kernel(
     len_k,
     num_sequences,
     num_rows,
-    stride_q_idx,
-    stride_k_idx,
-    stride_q,
-    stride_k,
-    index_scale,
-    softmax_scale,
+    absent,
     num_init,
     num_local,
     SIZES: tl.constexpr,
@@ -113,82 +238,52 @@ def index_loss_kernel(
 
     For each index query head and slot ``[T, Hi, Hkv / Hki * n]``: the gradient of the largest
     scaled product in the block, and the row of its token in the index keys ``[S * Hki, Di]``, -1
-    unless the block is ranked. Program (i, h) handles query i and KV head h, in a loop over the
-    slots. ``lse_idx_ptr`` is None with one index head per group, for which it cancels.
+    unless the block is ranked. Program (i, h) handles query i and KV head h. ``block_ptr`` are the
+    key blocks of an inverse index. ``lse_idx_ptr`` is None with one index head per group, for which
+    it cancels.
     """
     HKV: tl.constexpr = SIZES.HKV
-    HKI: tl.constexpr = SIZES.HKI
+    G: tl.constexpr = SIZES.G
     IH: tl.constexpr = SIZES.IH
     N: tl.constexpr = SIZES.N
-    KEYS: tl.constexpr = SIZES.KEYS
-    BLOCK_SIZE: tl.constexpr = SIZES.BLOCK_SIZE
-    BLOCK_G: tl.constexpr = SIZES.BLOCK_G
-    BLOCK_IH: tl.constexpr = SIZES.BLOCK_IH
-    BLOCK_N: tl.constexpr = SIZES.BLOCK_N
-    SHARED: tl.constexpr = HKV // HKI  # KV heads of an index key head
     group = tl.program_id(1)
-    key_head = group // SHARED
+    key_head = group // (HKV // SIZES.HKI)
     sequence, row = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, 1)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
-        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
         token = (first_q + row).to(tl.int64)
-        t = num_tokens - num_q + row
-        own = t // BLOCK_SIZE
-        # Slots [BLOCK_N]; a block that an earlier slot has is absent.
-        slot = tl.arange(0, BLOCK_N)
-        at = (token * HKV + group) * N
-        ids = tl.load(indices_ptr + at + slot, mask=slot < N, other=-1)
-        again = (ids[:, None] == ids[None, :]) & (slot[:, None] < slot[None, :])
-        present = (ids >= 0) & (ids <= own) & (tl.max(again.to(tl.int32), 0) == 0)
-        block = tl.where(present, ids, -1).to(tl.int32)
-        ranked = (block >= 0) & (block >= num_init) & (block <= own - num_local)
-        # Queries of the group [BLOCK_G, BLOCK_D], and its index queries [BLOCK_IH, BLOCK_DI].
-        head = tl.arange(0, BLOCK_G)
-        q_at = q_ptr + token * stride_q[0] + group * SIZES.G * stride_q[1]
-        q = load_rows(q_at, head, head < SIZES.G, stride_q[1], SIZES.D, SIZES.BLOCK_D)
-        index = tl.arange(0, BLOCK_IH)
-        index_ok = index < IH
-        q_idx_at = q_idx_ptr + token * stride_q_idx[0] + key_head * IH * stride_q_idx[1]
-        q_idx = load_rows(q_idx_at, index, index_ok, stride_q_idx[1], SIZES.DI, SIZES.BLOCK_DI)
-        k_head = k_ptr + group * stride_k[1]
-        k_idx_head = k_idx_ptr + key_head * stride_k_idx[1]
-        mass = tl.full([BLOCK_G, BLOCK_N], -float("inf"), tl.float32)
-        largest = tl.full([BLOCK_IH, BLOCK_N], -float("inf"), tl.float32)
-        largest_at = tl.zeros([BLOCK_IH, BLOCK_N], tl.int32)
-        for i in tl.range(0, N):
-            j = tl.sum(tl.where(slot == i, block, 0), 0)
-            row_max = tl.full([BLOCK_G], -1e30, tl.float32)
-            total = tl.zeros([BLOCK_G], tl.float32)
-            m = tl.full([BLOCK_IH], -float("inf"), tl.float32)
-            m_at = tl.zeros([BLOCK_IH], tl.int32)
-            for part in tl.static_range(BLOCK_SIZE // KEYS):
-                key = j * BLOCK_SIZE + part * KEYS + tl.arange(0, KEYS)
-                ok = (key >= 0) & (key <= t)
-                k_row = first_key + key
-                k = load_rows(k_head, k_row, ok, stride_k[0], SIZES.D, SIZES.BLOCK_D)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * (softmax_scale * LOG2_E)
-                row_max, total = add_weights(
-                    tl.where(ok[None, :], s, -float("inf")), row_max, total
-                )
-                k = load_rows(k_idx_head, k_row, ok, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI)
-                s = tl.dot(q_idx, tl.trans(k), input_precision="ieee") * (index_scale * LOG2_E)
-                s = tl.where(ok[None, :], s, -float("inf"))
-                m, m_at = find_largest(s, k_row, m, m_at)
-            none = total == 0
-            of_block = tl.where(none, -float("inf"), row_max + tl.log2(tl.where(none, 1.0, total)))
-            here = (slot == i)[None, :]
-            mass = tl.where(here, of_block[:, None], mass)
-            largest = tl.where(here, m[:, None], largest)
-            largest_at = tl.where(here, m_at[:, None], largest_at)
+        own = (num_tokens - num_q + row) // SIZES.BLOCK_SIZE
+        slot = tl.arange(0, SIZES.BLOCK_N)
+        at = (token * HKV + group) * N + slot
+        block = tl.load(indices_ptr + at, mask=slot < N, other=-1).to(tl.int32)
+        present = tl.load(block_ptr + at, mask=slot < N, other=absent).to(tl.int32) < absent
+        ranked = present & (block >= num_init) & (block <= own - num_local)
+        head = tl.arange(0, SIZES.BLOCK_G)[:, None]
+        there = (head < G) & present[None, :]
+        index = tl.arange(0, SIZES.BLOCK_IH)[:, None]
+        index_there = (index < IH) & present[None, :]
+        # Masses [BLOCK_G, BLOCK_N], largest products and their tokens [BLOCK_IH, BLOCK_N].
+        mass = tl.full(there.shape, -float("inf"), tl.float32)
+        largest = tl.full(index_there.shape, -float("inf"), tl.float32)
+        largest_at = tl.zeros(index_there.shape, tl.int32)
+        for part in tl.static_range(SIZES.BLOCK_SIZE // SIZES.KEYS):
+            place = at[None, :] + part * num_rows.to(tl.int64) * (HKV * N)
+            x = tl.load(mass_ptr + place * G + head, mask=there, other=-float("inf"))
+            mass = add_logs(mass, x)
+            place = place * IH + index
+            x = tl.load(largest_ptr + place, mask=index_there, other=-float("inf"))
+            x_at = tl.load(token_ptr + place, mask=index_there, other=0)
+            largest_at = tl.where(x <= largest, largest_at, x_at)
+            largest = larger(x, largest)
         # Target and prediction [BLOCK_N].
         mass = mass - log_sum(mass, 1)[:, None]
-        mass = tl.where((head < SIZES.G)[:, None], mass, -float("inf"))
+        mass = tl.where(head < G, mass, -float("inf"))
         target = log_softmax(log_sum(mass, 0), ranked)
         if lse_idx_ptr is not None:
             lse_at = (key_head * IH + index).to(tl.int64) * num_rows + token
-            largest -= tl.load(lse_idx_ptr + lse_at, mask=index_ok, other=0.0)[:, None]
-        largest = tl.where(index_ok[:, None], largest, -float("inf"))
+            largest -= tl.load(lse_idx_ptr + lse_at, mask=index < IH, other=0.0)
+        largest = tl.where(index < IH, largest, -float("inf"))
         score = log_sum(largest, 0)
         prediction = log_softmax(score, ranked)
         p = tl.where(ranked, tl.exp2(target), 0.0)
@@ -198,9 +293,108 @@ def index_loss_kernel(
         # Gradient of the largest products [BLOCK_IH, BLOCK_N].
         rest = tl.where(ranked, tl.exp2(prediction), 0.0) - p
         slope = rest[None, :] * tl.exp2(largest - score[None, :])
-        out = (token * (HKI * IH) + key_head * IH + index) * (SHARED * N)
-        out = out[:, None] + (group % SHARED * N + slot)[None, :]
-        inside = index_ok[:, None] & (slot < N)[None, :]
+        out = slope_places(token, key_head, index, group, slot[None, :], SIZES)
+        inside = (index < IH) & (slot < N)[None, :]
         tl.store(slope_ptr + out, tl.where(ranked[None, :], slope, 0.0), mask=inside)
-        key_row = tl.where(ranked[None, :], largest_at * HKI + key_head, -1)
+        key_row = tl.where(ranked[None, :], largest_at * SIZES.HKI + key_head, -1)
         tl.store(row_ptr + out, key_row, mask=inside)
+
+
+@kernel(do_not_specialize=SEGMENT)
+def index_gather_dk_kernel(
+    q_idx_ptr,
+    slope_ptr,
+    row_ptr,
+    part_ptr,
+    chunks,
+    cu_q_ptr,
+    cu_k_ptr,
+    len_q,
+    len_k,
+    num_sequences,
+    num_blocks,
+    segment,
+    segment_rows,
+    chunk_size,
+    stride_q_idx,
+    num_init,
+    SIZES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write the gradient of a block of index keys from one chunk, fp32 ``[chunks, l', Di]``.
+
+    Without the factor of the products. Program (i, p) handles part p of the block of the i-th chunk
+    of selections, in a loop over its rows (queries by index heads).
+    """
+    HKV: tl.constexpr = SIZES.HKV
+    IH: tl.constexpr = SIZES.IH
+    KEYS: tl.constexpr = SIZES.KEYS
+    BLOCK_DI: tl.constexpr = SIZES.BLOCK_DI
+    ROWS: tl.constexpr = SIZES.QUERIES
+    SLOTS: tl.constexpr = HKV * SIZES.N
+    sequences = (cu_q_ptr, cu_k_ptr, len_q, len_k, num_sequences)
+    chunk = find_chunk(
+        chunks, sequences, num_blocks, segment, segment_rows, chunk_size, HKV, BLOCKS
+    )
+    if chunk.count > 0:
+        key_head = chunk.head_kv // (HKV // SIZES.HKI)
+        first_key, num_tokens = sequence_rows(cu_k_ptr, chunk.sequence, len_k)
+        inside = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+        key = chunk.block * SIZES.BLOCK_SIZE + inside
+        key_row = (first_key + key) * SIZES.HKI + key_head
+        dk = tl.zeros([KEYS, BLOCK_DI], tl.float32)
+        # Blocks that are forced for every query are never ranked.
+        count = tl.where(chunk.block < num_init, 0, chunk.count * IH)
+        order_ptr = chunks[0] + chunk.begin
+        for r in tl.range(0, count, ROWS):
+            selection = load_order(order_ptr, r, count, chunk.first_selection, IH, ROWS, True)
+            rows = locate_rows(selection, r, count, IH, SLOTS, ROWS)
+            slot = rows.selection % SIZES.N
+            at = slope_places(rows.query, key_head, rows.head, chunk.head_kv, slot, SIZES)
+            slope = tl.load(slope_ptr + at, mask=rows.ok, other=0.0)
+            token = tl.load(row_ptr + at, mask=rows.ok, other=-1)
+            head = key_head * IH + rows.head
+            q_at = rows.query.to(tl.int64) * stride_q_idx[0] + head * stride_q_idx[1]
+            q = load_tile(q_idx_ptr, q_at, rows.ok, SIZES.DI, BLOCK_DI)
+            weight = tl.where(token[None, :] == key_row[:, None], slope[None, :], 0.0)
+            dk = tl.dot(weight.to(q.dtype), q, dk, input_precision="ieee")  # [KEYS, BLOCK_DI]
+        out_row = tl.program_id(0).to(tl.int64) * SIZES.BLOCK_SIZE + inside
+        store_rows(part_ptr, out_row, key < num_tokens, dk, SIZES.DI)
+
+
+@kernel(do_not_specialize=[*VARYING, "num_blocks"])
+def index_reduce_dk_kernel(
+    part_ptr,
+    start_ptr,
+    dout_ptr,
+    dk_ptr,
+    cu_k_ptr,
+    len_k,
+    num_sequences,
+    num_blocks,
+    index_scale,
+    SIZES: tl.constexpr,
+):
+    """Write the gradient of the index keys: the sum of the chunks of a block, in order.
+
+    Program (i, h, p) handles part p of block i of index key head h. ``start_ptr`` has the first
+    chunk of each key block.
+    """
+    SHARED: tl.constexpr = SIZES.HKV // SIZES.HKI
+    KEYS: tl.constexpr = SIZES.KEYS
+    BLOCK_DI: tl.constexpr = SIZES.BLOCK_DI
+    sequence, block = find_tile(cu_k_ptr, tl.program_id(0), num_sequences, len_k, SIZES.BLOCK_SIZE)
+    if sequence < num_sequences:
+        first_key, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        inside = tl.program_id(2) * KEYS + tl.arange(0, KEYS)
+        key = block * SIZES.BLOCK_SIZE + inside
+        ok = key < num_tokens
+        dk = tl.zeros([KEYS, BLOCK_DI], tl.float32)
+        for group in tl.static_range(SHARED):
+            head_kv = tl.program_id(1) * SHARED + group
+            start = start_ptr + head_kv * num_blocks + tl.program_id(0)
+            for chunk in tl.range(tl.load(start), tl.load(start + 1)):
+                row = chunk * SIZES.BLOCK_SIZE + inside
+                dk += load_rows(part_ptr, row, ok, SIZES.DI, SIZES.DI, BLOCK_DI)
+        row = (first_key + key).to(tl.int64) * SIZES.HKI + tl.program_id(1)
+        store_rows(dk_ptr, row, ok, dk * (tl.load(dout_ptr) * index_scale), SIZES.DI)

@@ -8,15 +8,28 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_numbers, check_queries
-from nsa.ops._layout import block_of, next_power_of_2, rows
+from nsa.ops._layout import block_of, cdiv, next_power_of_2, rows
 from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._triton.kernel import Launch
-from nsa.ops._triton.sums import sum_by_index, sum_rows
+from nsa.ops._triton.selected_index import (
+    Chunks,
+    InverseIndex,
+    SelectedBlocks,
+    chunk_size,
+    new_index,
+)
+from nsa.ops._triton.sums import sum_rows
 from nsa.ops._triton.token_lse import token_lse
-from nsa.ops._triton.tuning import MOST_REGISTERS
+from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
-from nsa.ops.index_loss.kernels import IndexSizes, index_loss_kernel
+from nsa.ops.index_loss.kernels import (
+    IndexSizes,
+    index_gather_dk_kernel,
+    index_loss_kernel,
+    index_products_kernel,
+    index_reduce_dk_kernel,
+)
 from nsa.ops.index_loss.types import IndexLossInputs
 
 # Most keys in one product, and their most bytes; rows (queries by index heads) of a tile of
@@ -25,6 +38,8 @@ from nsa.ops.index_loss.types import IndexLossInputs
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
+# Elements of a tile of a query's heads and slots per warp, and the most warps.
+TILE_SLOTS, SLOT_WARPS = 512, 8
 
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
@@ -34,8 +49,9 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
     group_size, index_heads = q.shape[1] // k.shape[1], q_idx.shape[1] // k_idx.shape[1]
     slots = 0 if block_indices is None else block_indices.shape[-1]
     columns = block_of(q.shape[2]), block_of(q_idx.shape[2])
-    pad_heads = block_of if slots else next_power_of_2  # rows of queries by index heads are many
-    index_rows = pad_heads(index_heads)
+    index_rows = next_power_of_2(index_heads)
+    queries = max(16, TILE_ROWS // index_rows if element_size == 2 else 0)
+    keys = min(block_size, PRODUCT_KEYS, max(PRODUCT_BYTES // (max(columns) * element_size), 16))
     return IndexSizes(
         HKV=k.shape[1],
         G=group_size,
@@ -47,9 +63,9 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
         BLOCK_DI=columns[1],
         N=slots,
         BLOCK_SIZE=block_size,
-        KEYS=min(block_size, PRODUCT_KEYS, max(PRODUCT_BYTES // (max(columns) * element_size), 16)),
-        QUERIES=max(16, TILE_ROWS // index_rows if element_size == 2 else 0),
-        BLOCK_G=block_of(group_size),
+        KEYS=keys,
+        QUERIES=queries,
+        BLOCK_G=next_power_of_2(group_size),
         BLOCK_IH=index_rows,
         BLOCK_N=next_power_of_2(max(slots, 1)),
     )
@@ -118,9 +134,9 @@ def write_lse(
 
 
 def over_queries(kernel: Any, inputs: IndexLossInputs, call: Call) -> Launch:
-    """Launch of a kernel of the loss, with one program per query or tile of them and KV head."""
+    """Launch of a kernel of the loss, with one program per tile of queries and KV head."""
     constants, sequences = constants_of(inputs, call), call.sequences
-    queries = constants["SIZES"].QUERIES if inputs.block_indices is None else 1
+    queries = constants["SIZES"].QUERIES
     tiles = sequences.num_tiles(inputs.q.shape[0], queries, sequences.len_q)
     return Launch(kernel, (tiles, inputs.k.shape[1]), **constants)
 
@@ -135,14 +151,78 @@ def forward(
         lse_idx = state[-1]
         write_lse(q_idx, k_idx, lse_idx, q_idx.shape[2] ** -0.5, inputs, call)
     numbers = (*call.sequences.arguments(), q.shape[0])
-    results = (loss, counts, *state[:2])
     if block_indices is not None:
-        launch = once(lambda: over_queries(index_loss_kernel, inputs, call))
-        launch(q_idx, k_idx, q, k, block_indices, lse_idx, *results, *numbers)
+        _selected_forward(inputs, call, (loss, counts), state, lse_idx)
         return
     write_lse(q, k, state[2], call.softmax_scale, inputs, call)
     launch = once(lambda: over_queries(index_loss_all_kernel, inputs, call))
-    launch(q_idx, k_idx, q, k, state[2], lse_idx, *results, *numbers)
+    launch(q_idx, k_idx, q, k, state[2], lse_idx, loss, counts, *state[:2], *numbers)
+
+
+def new_chunks(
+    inputs: IndexLossInputs, call: Call, order: Tensor, *, sort: bool
+) -> tuple[InverseIndex, Chunks]:
+    """Inverse index of the selected blocks and its chunks; ``order`` is written if ``sort``."""
+    ids = inputs.block_indices
+    assert ids is not None
+    block_size, sequences = call.config.block_size, call.sequences
+    index = new_index(ids, sequences, block_size, inputs.k.shape[0], 1, order)
+    chunks = index.new_chunks(1, chunk_size(ids.numel()))
+    chunks.fill(index.fill(ids, sequences, block_size, unique=False, sort=sort))
+    return index, chunks
+
+
+def over_chunks(
+    kernel: Any, tile: Tile, inputs: IndexLossInputs, call: Call, chunks: Chunks, **constants: Any
+) -> tuple[IndexSizes, Launch]:
+    """Sizes and launch of a kernel with one program per chunk and part of its block."""
+    block_size = call.config.block_size
+    tile = tile._replace(max_registers=None)  # measured for other kernels
+    sizes = sizes_of(inputs, call)
+    sizes = sizes._replace(QUERIES=tile.rows, KEYS=min(tile.keys, block_size))
+    blocks = SelectedBlocks(sizes.N, block_size, 0.0)
+    options = {"num_stages": tile.stages, **tile.launch_options(), **constants}
+    grid = (chunks.limit, block_size // sizes.KEYS)
+    return sizes, Launch(kernel, grid, SIZES=sizes, BLOCKS=blocks, **options)
+
+
+def _selected_forward(
+    inputs: IndexLossInputs,
+    call: Call,
+    results: tuple[Tensor, Tensor],
+    state: list[Tensor],
+    lse_idx: Tensor | None,
+) -> None:
+    """Write results and state of the loss over selected blocks."""
+    q_idx, k_idx, q, k, block_indices = inputs
+    assert block_indices is not None
+    check_numbers("block_indices", block_indices.numel(), "selections")
+    slope, row, order = state[:3]
+    index, chunks = new_chunks(inputs, call, order, sort=True)
+
+    def plan() -> tuple[IndexSizes, Launch, Launch]:
+        constants = constants_of(inputs, call)
+        forced = {key: constants[key] for key in ("num_init", "num_local")}
+        products = {key: constants[key] for key in constants if key.endswith("_scale")}
+        products |= {key: constants[key] for key in constants if key.startswith("stride")}
+        tile = tile_for("selected_gather_fwd", q, q_idx)
+        sizes, gather = over_chunks(index_products_kernel, tile, inputs, call, chunks, **products)
+        elements = max(sizes.BLOCK_G, sizes.BLOCK_IH) * sizes.BLOCK_N
+        warps = max(1, min(SLOT_WARPS, elements // TILE_SLOTS))
+        grid = (call.sequences.num_tiles(q.shape[0], 1, call.sequences.len_q), sizes.HKV)
+        loss = Launch(index_loss_kernel, grid, SIZES=sizes, num_warps=warps, **forced)
+        return sizes, gather, loss
+
+    sizes, gather, loss = once(plan)
+    parts = sizes.BLOCK_SIZE // sizes.KEYS
+    mass = slope.new_empty(parts, block_indices.numel(), sizes.G)
+    largest = slope.new_empty(parts, block_indices.numel(), sizes.IH)
+    token = row.new_empty(largest.shape)
+    numbers = (*call.sequences.arguments(), q.shape[0])
+    where = (index.num_blocks, 0, chunks.segment_rows, chunks.size)
+    gather(q_idx, k_idx, q, k, mass, largest, token, chunks.pointers(), *numbers, *where)
+    made = (mass, largest, token, lse_idx, *results, slope, row)
+    loss(block_indices, index.key, *made, *numbers, index.absent)
 
 
 def backward(
@@ -166,17 +246,57 @@ def backward(
         dq = (by_group.sum(2) * factor).to(q_idx.dtype).view(q_idx.shape)
         _key_gradient(inputs, call, dout, state, dk)
         return dq, dk
-    slope, row = state[:2]
-    weight, slots = (slope * factor).flatten(), slope.shape[2]
+    slope, row, order = state[:3]
+    slots, columns = slope.shape[2], block_of(index_dim)
     dq = q_idx.new_empty(q_idx.shape)
     first = torch.arange(num_q * num_heads, device=dq.device) * slots
-    columns = block_of(index_dim)
-    options: dict[str, Any] = {"weight": weight, "block_columns": columns}
-    out = dq.view(-1, index_dim)
-    keys, queries = (x.contiguous().view(-1, index_dim) for x in (k_idx, q_idx))
-    sum_rows(keys, first, first + slots, out, source=row.flatten(), **options)
-    sum_by_index(queries, row.flatten(), dk.view(-1, index_dim), each=slots, **options)
+    sum_rows(
+        k_idx.contiguous().view(-1, index_dim),
+        first,
+        first + slots,
+        dq.view(-1, index_dim),
+        source=row.flatten(),
+        weight=(slope * factor).flatten(),
+        block_columns=columns,
+    )
+    _selected_key_gradient(inputs, call, dout, (slope, row, order), dk)
     return dq, dk
+
+
+def _selected_key_gradient(
+    inputs: IndexLossInputs,
+    call: Call,
+    dout: Tensor,
+    state: tuple[Tensor, Tensor, Tensor],
+    dk: Tensor,
+) -> None:
+    """Write the gradient of the index keys if selected blocks are attended to."""
+    q_idx, k_idx, _, _, _ = inputs
+    slope, row, order = state
+    index, chunks = new_chunks(inputs, call, order, sort=False)
+    sequences, block_size, index_dim = call.sequences, call.config.block_size, k_idx.shape[2]
+
+    def plan() -> tuple[Launch, Launch]:
+        tile = tile_for("selected_gather_dkv", q_idx, k_idx)
+        sizes, gather = over_chunks(
+            index_gather_dk_kernel,
+            tile,
+            inputs,
+            call,
+            chunks,
+            stride_q_idx=q_idx.stride(),
+            num_init=call.config.num_init_blocks,
+        )
+        grid = (index.num_blocks, sizes.HKI, cdiv(block_size, sizes.KEYS))
+        scale = index_dim**-0.5
+        return gather, Launch(index_reduce_dk_kernel, grid, index_scale=scale, SIZES=sizes)
+
+    gather, reduce = once(plan)
+    part = slope.new_empty(chunks.limit, block_size, index_dim)
+    where = (index.num_blocks, 0, chunks.segment_rows, chunks.size)
+    gather(q_idx, slope, row, part, chunks.pointers(), *sequences.arguments(), *where)
+    _, cu_k, _, len_k, num_sequences = sequences.arguments()
+    reduce(part, chunks.start, dout, dk, cu_k, len_k, num_sequences, index.num_blocks)
 
 
 def _key_gradient(

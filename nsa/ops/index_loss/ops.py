@@ -17,25 +17,26 @@ COUNT = len(IndexLossInputs._fields)
 def new_state(inputs: IndexLossInputs) -> list[Tensor]:
     """Allocate what the gradient needs, see the kernels of the two phases.
 
-    Selected blocks: slopes and rows of the index keys. All blocks: the gradient of the index
-    queries, sums over the blocks, and lse. With several index heads, the last one is their lse of
-    the forced blocks.
+    Selected blocks: slopes, rows of the index keys, and the order of the selections by block. All
+    blocks: the gradient of the index queries, sums over the blocks, and lse. With several index
+    heads, the last one is their lse of the forced blocks.
     """
     q_idx, k_idx, q, k, block_indices = inputs
     (num_q, num_heads, index_dim), num_kv_heads = q_idx.shape, k.shape[1]
     index_heads, shared = num_heads // k_idx.shape[1], num_kv_heads // k_idx.shape[1]
-    shapes: list[tuple[int, ...]]
-    if block_indices is None:
-        shapes = [(num_q, num_kv_heads * index_heads, index_dim), (2, num_kv_heads, num_q)]
-        shapes.append((q.shape[1], num_q))
-    else:
-        shapes = [(num_q, num_heads, shared * block_indices.shape[-1])] * 2
-    if index_heads > 1:
-        shapes.append((num_heads, num_q))
     # Rows that belong to no sequence are not visited.
-    state = [q_idx.new_zeros(shape, dtype=torch.float32) for shape in shapes]
-    if block_indices is not None:
-        state[1] = torch.full_like(state[1], -1, dtype=torch.int32)
+    if block_indices is None:
+        shape = num_q, num_kv_heads * index_heads, index_dim
+        shapes = [shape, (2, num_kv_heads, num_q), (q.shape[1], num_q)]
+        state = [q_idx.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    else:
+        slope = q_idx.new_zeros(
+            num_q, num_heads, shared * block_indices.shape[-1], dtype=torch.float32
+        )
+        row = torch.full_like(slope, -1, dtype=torch.int32)
+        state = [slope, row, row.new_empty(block_indices.numel())]
+    if index_heads > 1:
+        state.append(q_idx.new_zeros(num_heads, num_q, dtype=torch.float32))
     return state
 
 

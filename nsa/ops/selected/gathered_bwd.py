@@ -5,7 +5,15 @@
 import triton
 import triton.language as tl
 
+from nsa.ops._triton.gathered_rows import (
+    SEGMENT,
+    find_chunk,
+    load_order,
+    load_vector,
+    locate_rows,
+)
 from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.selected_index_kernels import selections_scatter
 from nsa.ops._triton.tiles import (
     LOG2_E,
     find_tile,
@@ -18,16 +26,7 @@ from nsa.ops._triton.tiles import (
     sequence_rows,
     store_rows,
 )
-from nsa.ops.selected.gathered import (
-    SEGMENT,
-    find_chunk,
-    load_order,
-    load_slots,
-    load_vector,
-    locate_rows,
-    slot_rows,
-)
-from nsa.ops.selected.index_kernels import selections_scatter
+from nsa.ops.selected.gathered import load_slots, slot_rows
 
 
 @triton.jit

@@ -17,20 +17,21 @@ from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
 from nsa.ops._triton.kernel import Launch, fitting, source
+from nsa.ops._triton.selected_index import (
+    Chunks,
+    InverseIndex,
+    Lists,
+    SelectedBlocks,
+    chunk_size,
+    make_lists,
+    new_index,
+)
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, scatter_of, tile_for
 from nsa.ops.selected.gathered import selected_gather_fwd_kernel, selected_merge_out_kernel
 from nsa.ops.selected.gathered_bwd import (
     selected_gather_bwd_kernel,
     selected_merge_dq_kernel,
     selected_reduce_kernel,
-)
-from nsa.ops.selected.index import (
-    Chunks,
-    InverseIndex,
-    Lists,
-    SelectedBlocks,
-    make_lists,
-    new_index,
 )
 from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, selected_fwd_kernel
 from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
@@ -39,12 +40,10 @@ from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults,
 MAX_PARTIALS_PER_HEAD = 4
 # Partial results with fewer bytes than this are kept in one segment.
 SMALL = 1 << 26
-# Selections per chunk: in the forward, in the backward, and in the backward with dQ if no sequence
-# has more than ``LONG`` tokens.
+# Selections per chunk: in the forward, in the backward with dQ, and in that if no sequence has more
+# than ``LONG`` tokens. Without dQ see ``chunk_size``.
 FORWARD_CHUNK, BACKWARD_CHUNK, DQ_CHUNK = 256, 1024, 512
 LONG = 16_384
-# Chunks without dQ are smaller if there would be too few: a GPU runs about 400 programs at once.
-PROGRAMS, LEAST_CHUNK = 512, 128
 # Rows (queries by heads) per step of delta, and number of programs.
 DELTA_ROWS, DELTA_PROGRAMS = 32, 1024
 # Elements of the partial results of a query head per step of a merge.
@@ -107,13 +106,6 @@ def tile_of(tile: Tile, group_size: int, block_size: int) -> tuple[Tile, int]:
     whole = min(used // group_size, MAX_QUERIES) * group_size
     tile = tile._replace(keys=min(tile.keys, block_size))
     return tile, whole if 8 * (used - whole) <= used else used
-
-
-def chunk_size(num_selections: int) -> int:
-    """Selections per chunk without dQ, by shapes alone for a fixed summation order."""
-    return min(
-        BACKWARD_CHUNK, max(LEAST_CHUNK, 1 << (max(num_selections // PROGRAMS, 1).bit_length() - 1))
-    )
 
 
 def constants_of(inputs: SelectedInputs, call: Call, dout: Tensor | None = None) -> dict[str, Any]:

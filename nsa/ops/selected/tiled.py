@@ -1,10 +1,10 @@
 """Selected branch, tiled algorithm: a query tile against all blocks that its queries selected.
 
-The loop visits the blocks in the tile's list, see ``index.py``. The query mask of a block tells
-which queries selected it, and the rows of the others are masked: the step does not change them, so
-a row's arithmetic does not depend on the selections of its neighbors. Blocks fully in the past need
-no causal test; a block that reaches past the sequence is the last of the list and has a loop of its
-own.
+The loop visits the blocks in the tile's list, see ``_triton/selected_index.py``. The query mask of
+a block tells which queries selected it, and the rows of the others are masked: the step does not
+change them, so a row's arithmetic does not depend on the selections of its neighbors. Blocks fully
+in the past need no causal test; a block that reaches past the sequence is the last of the list and
+has a loop of its own.
 
 If selections scatter, most blocks of a list are selected by one query each and are handled by
 ``gathered.py``. This kernel then handles only a query's *local* blocks, which neighbors share: the
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._triton.kernel import kernel
+from nsa.ops._triton.selected_index_kernels import selections_scatter
 from nsa.ops._triton.tiles import (
     LOG2_E,
     VARYING,
@@ -35,7 +36,6 @@ from nsa.ops._triton.tiles import (
     softmax_step,
     store_rows,
 )
-from nsa.ops.selected.index_kernels import selections_scatter
 
 
 class TileList(NamedTuple):

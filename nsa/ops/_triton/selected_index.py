@@ -24,12 +24,20 @@ from nsa.ops._layout import cdiv, next_power_of_2
 from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
-from nsa.ops.selected.index_kernels import chunk_kernel, key_block_kernel, key_kernel, list_kernel
+from nsa.ops._triton.selected_index_kernels import (
+    chunk_kernel,
+    key_block_kernel,
+    key_kernel,
+    list_kernel,
+)
 
 # Key blocks, or chunks, per program of the index kernels.
 BLOCK = 128
 # Bits of the words used as bitmaps over the blocks of a sequence.
 WORDS = (32, 64)
+# Most selections per chunk. Chunks are smaller if there would be too few: a GPU runs about 400
+# programs at once.
+MOST_IN_CHUNK, LEAST_IN_CHUNK, PROGRAMS = 1024, 128, 512
 
 
 class SelectedBlocks(NamedTuple):
@@ -252,6 +260,12 @@ def new_index(
     if order is None:
         order = block_indices.new_empty(block_indices.numel(), dtype=torch.int32)
     return InverseIndex(key, remote, order, num_blocks, segments, cdiv(num_q, segments), absent)
+
+
+def chunk_size(num_selections: int) -> int:
+    """Selections per chunk, by shapes alone for a fixed summation order."""
+    each = 1 << (max(num_selections // PROGRAMS, 1).bit_length() - 1)
+    return min(MOST_IN_CHUNK, max(LEAST_IN_CHUNK, each))
 
 
 def _check_lists(list_len: int, num_blocks: int, slots: int) -> None:

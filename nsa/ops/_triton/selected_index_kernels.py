@@ -1,4 +1,4 @@
-"""Kernels that build the index structures over selected blocks; see ``index.py``."""
+"""Kernels that build the index structures over selected blocks; see ``selected_index.py``."""
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
