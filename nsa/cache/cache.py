@@ -393,6 +393,28 @@ class LayerCache:
         self._cache.finish(self._layer)
         return out
 
+    @torch.no_grad()
+    def append(
+        self, inputs: AttentionInputs | None, *, rope: Rope, sequences: Sequences, num_tokens: int
+    ) -> None:
+        """Append new tokens without computing attention.
+
+        Args:
+            inputs: see :meth:`attend`; None stores nothing: if all branches are windows, and at
+                least a ring of later tokens follows, nobody reads these.
+            rope: rotates the compressed keys.
+            sequences: the sequences of the new tokens.
+            num_tokens: number of the new tokens.
+        """
+        step = self._cache.begin(self._layer, sequences, num_tokens)
+        if inputs is not None:
+            backend = choose_backend("auto", inputs.q)
+            chunk = Chunk(self.config, self._tensors(inputs), step, sequences, backend)
+            chunk.write(inputs, rope)
+            self._cache.writes(step)
+            chunk.write_rings()
+        self._cache.finish(self._layer)
+
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages, ``(from, to)`` each."""
         if copies and self.tensors is not None:

@@ -79,7 +79,7 @@ class Chunk:
             alone = None if any(step.before) else sequences
             step.places[key] = Places(config, table, step.before, step.counts, alone)
         self.places = step.places[key]
-        self._new: NewTokens | None = None
+        self._new: NewTokens
         # Writes to pools that are deferred until after attention.
         self._later = list[tuple[Tensor, Tensor, Callable[[], Tensor]]]()
 
@@ -92,17 +92,9 @@ class Chunk:
         repeated. See :meth:`nsa.LayerCache.attend`.
         """
         config, tensors, places = self.config, self.tensors, self.places
-        new = self._new = new_tokens(inputs, tensors)
-        k_cmp = v_cmp = None
-        if config.compresses_keys:
-            k_cmp, v_cmp = self._compress(new, inputs, rope)
+        inputs, k_cmp, v_cmp = self._take(inputs, rope)
+        new = self._new
         call = window = self._call(places.after)
-        of_tokens = dict[str, Any]()
-        for name in ("k_slc", "v_slc", "k_idx"):
-            if (pool := getattr(tensors, name)) is not None:
-                rest = (lambda: places.new, places.all_tokens)
-                of_tokens[name] = self._with_past(pool, getattr(new, name), *rest)
-        inputs = inputs._replace(**of_tokens)
         if tensors.k_win is not None:
             kept = [min(n, config.window_size - 1) for n in places.before]
             inputs = inputs._replace(
@@ -121,16 +113,39 @@ class Chunk:
                 result = run_attention(branches, call, self.backend)
             out, ids = result.out, result.block_indices
         # After attention, so that the GPU is busy while the host prepares the writes.
-        for pool, x, slots in self._later:
-            _put(pool, slots(), x)
+        self._write_later()
         return out, ids
+
+    def write(self, inputs: AttentionInputs, rope: Rope) -> None:
+        """Write the new tokens to pages, as :meth:`attend` does."""
+        self._take(inputs, rope)
+        self._write_later()
 
     def write_rings(self) -> None:
         """Write the last new tokens to the rings, over older ones."""
-        assert self._new is not None
         for name in NewTokens._fields:
             if name.endswith(("win", "raw")) and getattr(self.tensors, name) is not None:
                 self._write_ring(getattr(self.tensors, name), getattr(self._new, name))
+
+    def _take(
+        self, inputs: AttentionInputs, rope: Rope
+    ) -> tuple[AttentionInputs, Tensor | None, Tensor | None]:
+        """Inputs with keys and values of all tokens, except the window's; compressed ones."""
+        tensors, places = self.tensors, self.places
+        new = self._new = new_tokens(inputs, tensors)
+        k_cmp = v_cmp = None
+        if self.config.compresses_keys:
+            k_cmp, v_cmp = self._compress(new, inputs, rope)
+        of_tokens = dict[str, Any]()
+        for name in ("k_slc", "v_slc", "k_idx"):
+            if (pool := getattr(tensors, name)) is not None:
+                rest = (lambda: places.new, places.all_tokens)
+                of_tokens[name] = self._with_past(pool, getattr(new, name), *rest)
+        return inputs._replace(**of_tokens), k_cmp, v_cmp
+
+    def _write_later(self) -> None:
+        for pool, x, slots in self._later:
+            _put(pool, slots(), x)
 
     def _call(self, lengths: Sequence[int]) -> Call:
         """Call for the new queries, which are the last of ``lengths[b]`` keys in sequence b."""

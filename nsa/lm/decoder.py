@@ -21,6 +21,9 @@ from nsa.ops._sequences import Sequences
 from nsa.ops.decode import MOST_QUERIES
 from nsa.ops.linear import Linear
 
+# A prompt with as many tokens before those of which all layers are needed is read in two passes.
+LONG_PROMPT = 4096
+
 # Modules of a decoder layer whose steps run as fused kernels.
 PLAIN_KINDS = (
     DecoderLayer,
@@ -113,15 +116,47 @@ class Decoder:
         count = len(tokens)
         check(count == self.batch_size, "tokens", f"be {self.batch_size} lists", count)
         check(any(map(len, tokens)), "tokens", "have a token in some list", "none")
+        num_layers, last = self._needed()
+        if num_layers < len(self._layers):
+            ends = [max(len(x) - last, 0) for x in tokens]
+            if sum(ends) >= LONG_PROMPT:
+                first = [x[:end] for x, end in zip(tokens, ends, strict=True)]
+                self._append(first, num_layers)
+                tokens = [x[end:] for x, end in zip(tokens, ends, strict=True)]
+        hidden, cu_seqlens = self._append(tokens)
+        return self.logits(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
+
+    def _append(
+        self, tokens: Sequence[Sequence[int]], num_layers: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of new tokens of each sequence, and offsets; see :meth:`hidden_states`."""
         device, lengths = next(self.model.parameters()).device, [len(x) for x in tokens]
         packed = integers(chain.from_iterable(tokens), device)
         cu_seqlens = integers(accumulate(lengths, initial=0), device, torch.int32)
-        if count == 1:  # needs no offsets
+        if len(tokens) == 1:  # needs no offsets
             where = Sequences(None, 1, lengths[0], lengths[0], device)
         else:
             where = Sequences.packed(cu_seqlens, max(lengths), num_tokens=packed.shape[0])
-        hidden = self.hidden_states(packed, where)
-        return self.logits(hidden[(cu_seqlens[1:].long() - 1).clamp(min=0)])
+        return self.hidden_states(packed, where, num_layers=num_layers), cu_seqlens
+
+    def _needed(self) -> tuple[int, int]:
+        """Number of layers up to the last one that reads all tokens, and tokens that others need.
+
+        The layers after it have windows alone: the next token and the rings depend on as many last
+        tokens of its output. With anything attached, all layers count.
+        """
+        last = 1
+        for number in range(len(self._layers), 0, -1):
+            pattern = self.cache.layers[number - 1].config
+            read = max(last + pattern.window_size - 1, self.cache.ring_rows(pattern.window_size))
+            if not isinstance(self._layers[number - 1], StepLayer):
+                break
+            if pattern.branches != ("win",) or read >= self.cache.max_tokens:
+                return number, last
+            last = read
+        else:
+            return 0, last
+        return len(self._layers), last
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -161,7 +196,11 @@ class Decoder:
 
     @torch.no_grad()
     def hidden_states(
-        self, tokens: Tensor, sequences: Sequences, outputs: list[Tensor] | None = None
+        self,
+        tokens: Tensor,
+        sequences: Sequences,
+        outputs: list[Tensor] | None = None,
+        num_layers: int | None = None,
     ) -> Tensor:
         """Append tokens to the cache.
 
@@ -169,9 +208,12 @@ class Decoder:
             tokens: int64 ``[N]``, or their embeddings ``[N, width]``.
             sequences: the sequences of the tokens.
             outputs: list to which the input of each layer is appended.
+            num_layers: layers of which the last one only stores keys and values, and after which
+                nothing is computed or stored, see :meth:`nsa.LayerCache.append`; None means all,
+                with their outputs.
 
         Returns:
-            Input of :meth:`logits`, ``[N, width]``.
+            Input of :meth:`logits`, ``[N, width]``; with ``num_layers``, of the last of them.
 
         Raises:
             ValueError: the cache is full. It is unchanged.
@@ -180,13 +222,17 @@ class Decoder:
         if not x.is_floating_point():
             with self._autocast(x.device):
                 x = self.model.embedding(x)
-        for layer, device, cache in zip(
-            self._layers, self._devices, self.cache.layers, strict=True
+        for number, (layer, device, cache) in enumerate(
+            zip(self._layers, self._devices, self.cache.layers, strict=True), start=1
         ):
             if outputs is not None:
                 outputs.append(x.to(tokens.device, copy=True))  # steps overwrite x
             if device != x.device:
                 x, sequences = x.to(device), sequences.to(device)
+            if num_layers is not None and number >= num_layers:
+                assert isinstance(layer, StepLayer)
+                layer.append(x, sequences, cache, stores=number == num_layers)
+                continue
             with nullcontext() if isinstance(layer, StepLayer) else self._autocast(device):
                 x = layer(x, sequences, cache)
         return x.to(tokens.device)
@@ -250,11 +296,25 @@ class StepLayer:
 
     def attend(self, x: Tensor, sequences: Sequences, cache: LayerCache) -> Tensor:
         """Attention ``[T, Hq, Dv]`` of new tokens ``[T, width]``, which are cached."""
+        return self.attention.attend_cached(*self._read(x, sequences, cache), sequences, cache)
+
+    def append(self, x: Tensor, sequences: Sequences, cache: LayerCache, *, stores: bool) -> None:
+        """Append new tokens ``[T, width]`` without output; keys and values only if ``stores``."""
+        inputs = None
+        if stores:
+            inputs = self.attention.attention_inputs(*self._read(x, sequences, cache))
+        rope, count = self.attention.rope, x.shape[0]
+        cache.append(inputs, rope=rope, sequences=sequences, num_tokens=count)
+
+    def _read(
+        self, x: Tensor, sequences: Sequences, cache: LayerCache
+    ) -> tuple[list[Tensor], Tensor]:
+        """Heads of new tokens, and what the gates read."""
         attention, before = self.attention, cache.lengths(sequences, x.shape[0])
         found = attention.split(self.project(x), self.bias, sequences, before)
         if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
             x = self.norm(x)  # the gates read the layer's input
-        return attention.attend_cached(found, x, sequences, cache)
+        return found, x
 
 
 class StepGraph:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.lm import decoder as decoding
 from nsa.lm.config import LMConfig
-from nsa.lm.decoder import Decoder, StepGraph
+from nsa.lm.decoder import Decoder, StepGraph, StepLayer
 from nsa.lm.model import LanguageModel
 from tests.ops.cases import small
 
@@ -181,6 +182,49 @@ def test_a_chunk_behind_a_prompt():
         end = LENGTHS[b] - 1
         torch.testing.assert_close(logits[b], expected[b][end], rtol=1e-9, atol=1e-10)
     assert decoder.cache.lengths == list(LENGTHS)
+
+
+WINDOW: dict[str, Any] = {"branches": ("win",), "window_size": 8}
+# Layers behind the last one that reads all tokens, and tokens of a prompt that they read: rings
+# have 16 rows, and a window adds 7.
+BEHIND: dict[str, tuple[dict[str, Any], int, int]] = {
+    "selected": ({"0": WINDOW, "1": {"scores": "token_max"}, "2-3": WINDOW}, 2, 23),
+    "index": ({"0": {"scores": "index", "index_dim": 16}, "3": WINDOW}, 1, 16),
+    "means, phi": ({"0-1": {"phi": "mlp"}, "2-3": WINDOW}, 2, 23),
+    "dense": ({"0": {"attention": "dense"}, "1-3": WINDOW}, 3, 30),
+    "windows": ({"0-3": WINDOW}, 4, 37),
+    "none": ({"2": WINDOW}, 0, 75),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_layers_behind_the_last_that_reads_all_tokens_see_the_end_of_a_prompt(name, monkeypatch):
+    """Two chunks, truncation as far as rings reach, and steps equal the whole."""
+    monkeypatch.setattr(decoding, "LONG_PROMPT", 1)
+    layers, behind, rows = BEHIND[name]
+    model = make(num_layers=4, layers=layers)
+    expected, prompts = whole(model), texts()
+    decoder, called, call = Decoder(model, 3, max_tokens=100), list[int](), StepLayer.__call__
+
+    def counted(layer, x, *rest):
+        called.append(len(x))
+        return call(layer, x, *rest)
+
+    monkeypatch.setattr(StepLayer, "__call__", counted)
+    decoder.prefill([prompts[0][:20], [], prompts[2][:10]])
+    called.clear()
+    logits = decoder.prefill([prompts[0][20:75], prompts[1][:5], prompts[2][10:33]])
+    read = sum(min(count, rows) for count in (55, 5, 23))
+    assert called[-max(behind, 1) :] == [read] * max(behind, 1)
+    for b, n in enumerate(LENGTHS):
+        torch.testing.assert_close(logits[b], expected[b][n - 1], rtol=1e-9, atol=1e-10)
+    decoder.cache.truncate(0, 67)
+    decoder.cache.truncate(2, 33 - 8)
+    for i in range(8):
+        rows_of = prompts[0][67 + i], prompts[1][5 + i], prompts[2][25 + i]
+        logits = decoder.step(torch.tensor(rows_of)[:, None])[:, 0]
+        for b, n in enumerate((67, 5, 25)):
+            torch.testing.assert_close(logits[b], expected[b][n + i], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 0), (3, 9)])

@@ -32,9 +32,9 @@ from nsa.ops.index_loss.kernels import (
 )
 from nsa.ops.index_loss.types import IndexLossInputs
 
-# Most keys in one product, and their most bytes; rows (queries by index heads) of a tile of
-# two-byte elements. These sizes are not timed. With them nothing spills up to head size 128 in two
-# bytes with blocks of at most 64 tokens.
+# Most two-byte keys in one product, and their most bytes; rows (queries by index heads) of a tile
+# of two-byte elements. These sizes are not timed. With them nothing spills up to head size 128 in
+# two bytes with blocks of at most 64 tokens.
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
@@ -51,7 +51,8 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
     columns = block_of(q.shape[2]), block_of(q_idx.shape[2])
     index_rows = next_power_of_2(index_heads)
     queries = max(16, TILE_ROWS // index_rows if element_size == 2 else 0)
-    keys = min(block_size, PRODUCT_KEYS, max(PRODUCT_BYTES // (max(columns) * element_size), 16))
+    most = 2 * PRODUCT_KEYS // element_size
+    keys = min(block_size, most, max(PRODUCT_BYTES // (max(columns) * element_size), 16))
     return IndexSizes(
         HKV=k.shape[1],
         G=group_size,
@@ -177,7 +178,7 @@ def over_chunks(
 ) -> tuple[IndexSizes, Launch]:
     """Sizes and launch of a kernel with one program per chunk and part of its block."""
     block_size = call.config.block_size
-    tile = tile._replace(max_registers=None)  # measured for other kernels
+    tile = tile._replace(max_registers=MOST_REGISTERS)  # limits are measured for other kernels
     sizes = sizes_of(inputs, call)
     sizes = sizes._replace(QUERIES=tile.rows, KEYS=min(tile.keys, block_size))
     blocks = SelectedBlocks(sizes.N, block_size, 0.0)
