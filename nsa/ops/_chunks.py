@@ -15,6 +15,7 @@ from nsa.ops._packed import compressed_cu_seqlens
 from nsa.ops._sequences import Sequences
 
 _LONG = 1 << 22  # scores of a head that the reference computes at once
+_MANY_KEYS = 8192  # of which few queries may need few
 _QUERIES = 128  # of a chunk
 
 
@@ -34,14 +35,19 @@ class Part(NamedTuple):
     call: Call
 
 
-def is_long(call: Call, *inputs: Tensor | None) -> bool:
-    """Whether to compute a call in chunks; the first input is a tensor."""
+def is_long(call: Call, *inputs: Tensor | None, with_few: bool = False) -> bool:
+    """Whether to compute a call in chunks; the first input is a tensor.
+
+    Calls of few queries only ``with_few``, and if they have many keys.
+    """
     given = [x for x in inputs if x is not None]
     if not reads_contents(given[0]):  # traced sizes must not be compared
         return False
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     queries, keys = call.sequences.max_q, call.sequences.max_k
-    return queries > _QUERIES and queries * keys > _LONG and not has_gradient
+    is_large = queries > _QUERIES and queries * keys > _LONG
+    is_large = is_large or (with_few and keys > _MANY_KEYS)
+    return is_large and not has_gradient
 
 
 def parts(call: Call, *, reach: int | None = None, queries: int = _QUERIES) -> Iterator[Part]:

@@ -24,6 +24,7 @@ PATTERN: dict[str, Any] = {
 LENGTHS = {  # of keys, of queries
     "packed": ((3, 97, 0, 333, 267), None),
     "more keys": ((450, 550), (300, 400)),
+    "few queries": ((450, 0, 550), (1, 0, 3)),
 }
 
 
@@ -54,6 +55,7 @@ def test_chunks_equal_the_reference(monkeypatch, changes, lengths):
     given = inputs_of(*LENGTHS[lengths], **changes)
     expected = nsa.native_sparse_attention(**given)
     monkeypatch.setattr(_chunks, "_LONG", 1)
+    monkeypatch.setattr(_chunks, "_MANY_KEYS", 1)
     monkeypatch.setattr(selection, "_KEYS", 64)
     found = nsa.native_sparse_attention(**given)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)

@@ -46,7 +46,7 @@ def visible_selected(block_indices: Tensor, config: NSAConfig, sequences: Sequen
 def selected_attention_reference(inputs: SelectedInputs, call: Call) -> tuple[Tensor, Tensor]:
     """See :func:`nsa.selected_attention`; inputs are packed and validated."""
     q, k, v, block_indices = inputs
-    if is_long(call, q, k, v):
+    if is_long(call, q, k, v, with_few=True):
 
         def gathered(part: Part) -> tuple[Tensor, Tensor]:
             chunk = q[part.queries], k[part.keys], v[part.keys], block_indices[part.queries]
@@ -70,12 +70,10 @@ def _selected_by_gather(
     """
     dtype, (length, num_kv_heads, _) = accumulate_dtype(q), k.shape
     num_blocks = -(-length // size)
-    filler = (0, 0, 0, 0, 0, num_blocks * size - length)
-    keys, values = (  # a row for each KV head and block
-        functional.pad(x.to(dtype), filler).transpose(0, 1).reshape(num_kv_heads * num_blocks, -1)
-        for x in (k, v)
-    )
-    head = num_blocks * torch.arange(num_kv_heads, device=q.device)[:, None]
+    # Whole blocks are fewer rows, but their layout is a copy of all keys and values.
+    by_block = q.shape[0] * block_indices.shape[2] > num_blocks
+    keys, values = (_rows(x.to(dtype), size if by_block else 1) for x in (k, v))
+    head = torch.arange(num_kv_heads, device=q.device)[:, None]
     offset = torch.arange(size, device=q.device)
     outs, lses = list[Tensor](), list[Tensor]()
     positions = torch.arange(length - q.shape[0], length, device=q.device)[:, None, None]
@@ -88,9 +86,11 @@ def _selected_by_gather(
         present = (ids >= 0) & (ids <= position // size)
         present[..., 1:] &= ids[..., 1:] != ids[..., :-1]
         hidden = ~present[..., None] | (ids[..., None] * size + offset > position[..., None])
-        index = (head + ids.clamp(0, num_blocks - 1)).flatten()
+        ids = ids.clamp(0, num_blocks - 1)
+        tokens = (ids[..., None] * size + offset).clamp(max=length - 1)
+        index = ids + head * num_blocks if by_block else tokens * num_kv_heads + head[..., None]
         chosen_k, chosen_v = (
-            torch.index_select(x, 0, index, out=memory.resize_(0)).view(
+            torch.index_select(x, 0, index.flatten(), out=memory.resize_(0)).view(
                 -1, ids.shape[2] * size, y.shape[2]
             )
             for x, memory, y in zip((keys, values), copy, (k, v), strict=True)
@@ -104,3 +104,11 @@ def _selected_by_gather(
         outs.append((weights @ chosen_v).to(q.dtype).reshape(*rows.shape[:2], v.shape[2]))
         lses.append(lse.reshape(rows.shape[:2]))
     return torch.cat(outs), torch.cat(lses)
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """Rows of keys or values ``[S, Hkv, D]``: tokens by KV heads, or KV heads by blocks."""
+    if size == 1:
+        return x.reshape(-1, x.shape[2])
+    x = functional.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % size)).transpose(0, 1)
+    return x.reshape(-1, size * x.shape[2])

@@ -376,14 +376,15 @@ def choose_blocks(
 def select_blocks_reference(inputs: SelectionInputs, call: Call) -> Tensor:
     """See :func:`nsa.select_blocks`; inputs are packed and validated."""
     (q, k, lse), config, sequences, coarse = inputs, call.config, call.sequences, None
-    if is_long(call, q):
+    by_token = config.scoring.scores == "token_max"
+    if is_long(call, q, with_few=by_token):
         return torch.cat(list(_selected_by_chunk(inputs, call)))
     positions = query_positions(q.shape[0], sequences.cu_q, sequences.cu_k)
     if config.scores == "random":
         sizes = config.num_kv_heads, max_blocks(sequences, config)
         each = positions.split(max(1, _RANDOM_SCORES // (sizes[0] * sizes[1])))
         return torch.cat([choose_blocks(random_scores(x, *sizes), x, config) for x in each])
-    if config.scoring.scores == "token_max":
+    if by_token:
         scores = token_max_scores(inputs, call)
     else:
         assert lse is not None
