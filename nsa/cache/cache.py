@@ -388,8 +388,7 @@ class LayerCache:
         else:
             chunk = Chunk(self.config, tensors, step, sequences, backend)
             out, self.block_indices = chunk.attend(inputs, rope, alone)
-            self._cache.writes(step)
-            chunk.write_rings()
+            self._write_rings(chunk, step)
         self._cache.finish(self._layer)
         return out
 
@@ -411,9 +410,12 @@ class LayerCache:
             backend = choose_backend("auto", inputs.q)
             chunk = Chunk(self.config, self._tensors(inputs), step, sequences, backend)
             chunk.write(inputs, rope)
-            self._cache.writes(step)
-            chunk.write_rings()
+            self._write_rings(chunk, step)
         self._cache.finish(self._layer)
+
+    def _write_rings(self, chunk: Chunk, step: Step) -> None:
+        self._cache.writes(step)
+        chunk.write_rings()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages, ``(from, to)`` each."""
