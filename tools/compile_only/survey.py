@@ -99,9 +99,7 @@ ALLOWED_STACK_BYTES = dict.fromkeys(
     8,
 )
 ALLOWED_STACK_BYTES |= {(arch, "heads_kernel"): 16 for arch in SHARED_MEMORY_LIMIT}
-ALLOWED_STACK_BYTES |= {
-    (arch, f"index_loss_{name}_kernel"): 64 for arch in (80, 120) for name in ("all", "dk")
-}
+ALLOWED_STACK_BYTES |= {(120, f"index_loss_{name}_kernel"): 64 for name in ("all", "dk")}
 
 
 @dataclass(frozen=True)

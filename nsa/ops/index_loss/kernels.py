@@ -113,7 +113,7 @@ def slope_places(query, key_head, inner, head_kv, slot, SIZES: tl.constexpr):
 
 
 @kernel(do_not_specialize=SEGMENT)
-def index_products_kernel(
+def index_loss_products_kernel(
     q_idx_ptr,
     k_idx_ptr,
     q_ptr,
@@ -301,7 +301,7 @@ def index_loss_kernel(
 
 
 @kernel(do_not_specialize=SEGMENT)
-def index_gather_dk_kernel(
+def index_loss_gather_dk_kernel(
     q_idx_ptr,
     slope_ptr,
     row_ptr,
@@ -363,7 +363,7 @@ def index_gather_dk_kernel(
 
 
 @kernel(do_not_specialize=[*VARYING, "num_blocks"])
-def index_reduce_dk_kernel(
+def index_loss_reduce_dk_kernel(
     part_ptr,
     start_ptr,
     dout_ptr,

@@ -25,10 +25,10 @@ from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
 from nsa.ops.index_loss.kernels import (
     IndexSizes,
-    index_gather_dk_kernel,
+    index_loss_gather_dk_kernel,
     index_loss_kernel,
-    index_products_kernel,
-    index_reduce_dk_kernel,
+    index_loss_products_kernel,
+    index_loss_reduce_dk_kernel,
 )
 from nsa.ops.index_loss.types import IndexLossInputs
 
@@ -50,7 +50,8 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
     slots = 0 if block_indices is None else block_indices.shape[-1]
     columns = block_of(q.shape[2]), block_of(q_idx.shape[2])
     index_rows = next_power_of_2(index_heads)
-    queries = max(16, TILE_ROWS // index_rows if element_size == 2 else 0)
+    tile_rows = TILE_ROWS if block_size <= 64 else TILE_ROWS // 2
+    queries = max(16, tile_rows // index_rows if element_size == 2 else 0)
     most = 2 * PRODUCT_KEYS // element_size
     keys = min(block_size, most, max(PRODUCT_BYTES // (max(columns) * element_size), 16))
     return IndexSizes(
@@ -207,7 +208,9 @@ def _selected_forward(
         products = {key: constants[key] for key in constants if key.endswith("_scale")}
         products |= {key: constants[key] for key in constants if key.startswith("stride")}
         tile = tile_for("selected_gather_fwd", q, q_idx)
-        sizes, gather = over_chunks(index_products_kernel, tile, inputs, call, chunks, **products)
+        sizes, gather = over_chunks(
+            index_loss_products_kernel, tile, inputs, call, chunks, **products
+        )
         elements = max(sizes.BLOCK_G, sizes.BLOCK_IH) * sizes.BLOCK_N
         warps = max(1, min(SLOT_WARPS, elements // TILE_SLOTS))
         grid = (call.sequences.num_tiles(q.shape[0], 1, call.sequences.len_q), sizes.HKV)
@@ -280,7 +283,7 @@ def _selected_key_gradient(
     def plan() -> tuple[Launch, Launch]:
         tile = tile_for("selected_gather_dkv", q_idx, k_idx)
         sizes, gather = over_chunks(
-            index_gather_dk_kernel,
+            index_loss_gather_dk_kernel,
             tile,
             inputs,
             call,
@@ -290,7 +293,7 @@ def _selected_key_gradient(
         )
         grid = (index.num_blocks, sizes.HKI, cdiv(block_size, sizes.KEYS))
         scale = index_dim**-0.5
-        return gather, Launch(index_reduce_dk_kernel, grid, index_scale=scale, SIZES=sizes)
+        return gather, Launch(index_loss_reduce_dk_kernel, grid, index_scale=scale, SIZES=sizes)
 
     gather, reduce = once(plan)
     part = slope.new_empty(chunks.limit, block_size, index_dim)
