@@ -120,6 +120,7 @@ class Decoder:
         if num_layers < len(self._layers):
             ends = [max(len(x) - last, 0) for x in tokens]
             if sum(ends) >= LONG_PROMPT:
+                self.cache.reserve([*map(len, tokens)])
                 first = [x[:end] for x, end in zip(tokens, ends, strict=True)]
                 self._append(first, num_layers)
                 tokens = [x[end:] for x, end in zip(tokens, ends, strict=True)]

@@ -227,6 +227,17 @@ def test_layers_behind_the_last_that_reads_all_tokens_see_the_end_of_a_prompt(na
             torch.testing.assert_close(logits[b], expected[b][n + i], rtol=1e-9, atol=1e-10)
 
 
+def test_a_prompt_read_in_two_passes_that_does_not_fit_leaves_the_cache_unchanged(monkeypatch):
+    monkeypatch.setattr(decoding, "LONG_PROMPT", 1)
+    model, text = make(num_layers=2, layers={"1": WINDOW}), texts()[0]
+    decoder = Decoder(model, 1, max_tokens=64)
+    with pytest.raises(ValueError, match="max_tokens must be at least 75"):
+        decoder.prefill([text[:75]])
+    assert decoder.cache.lengths == [0]
+    expected = model(torch.tensor(text[:64]))[-1:]
+    torch.testing.assert_close(decoder.prefill([text[:64]]), expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 0), (3, 9)])
 def test_steps_of_another_shape(shape):
     decoder = Decoder(make(), 3, max_tokens=100)
