@@ -94,7 +94,7 @@ STACK_THAT_WINS = {
 ALLOWED_STACK_BYTES = dict.fromkeys(
     [
         *((arch, f"decode_{name}_kernel") for arch in (86, 89) for name in ("scan", "merge")),
-        *((120, f"{name}_kernel") for name in ("selected_delta", "decode_merge", "linear")),
+        *((120, f"{name}_kernel") for name in ("selected_delta", "decode_merge", "linear", "key")),
     ],
     8,
 )
