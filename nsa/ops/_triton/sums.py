@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -35,15 +34,14 @@ def sum_rows_kernel(
     stop_ptr,
     out_ptr,
     columns,
-    EACH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Write to row i of out the sum over the entries ``order[start[i]:stop[i]]``.
 
     Entry e is row ``source[e]`` of x times ``weight[e]``; a negative source is absent. Without
-    ``order`` the entries are ``start[i]:stop[i]``, and without ``source`` entry e is row
-    ``e // EACH``. Program (i, j) computes the j-th ``BLOCK_C`` columns of row i.
+    ``order`` the entries are ``start[i]:stop[i]``, and without ``source`` entry e is row e. Program
+    (i, j) computes the j-th ``BLOCK_C`` columns of row i.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -56,7 +54,7 @@ def sum_rows_kernel(
         ok = place < stop
         entry = place if order_ptr is None else tl.load(order_ptr + place, mask=ok, other=0)
         if source_ptr is None:
-            source = entry // EACH
+            source = entry
         else:
             source = tl.load(source_ptr + entry, mask=ok, other=-1).to(tl.int64)
             ok = source >= 0
@@ -78,7 +76,6 @@ def sum_rows(
     order: Tensor | None = None,
     source: Tensor | None = None,
     weight: Tensor | None = None,
-    each: int = 1,
     block_columns: int = BLOCK_COLUMNS,
 ) -> None:
     """Write sums of rows of ``x [N, width]`` to ``out [M, width]``; see ``sum_rows_kernel``.
@@ -91,19 +88,18 @@ def sum_rows(
         order: int64, the entries in the order of the sums.
         source: int32 or int64, row of each entry.
         weight: fp32, factor of each entry.
-        each: entries per row of x without ``source``.
         block_columns: columns per program.
     """
     if out.numel():
         width = out.shape[1]
-        sizes = {"EACH": each, "BLOCK_R": BLOCK_ROWS, "BLOCK_C": block_columns}
+        sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": block_columns}
         sizes["num_warps"] = max(1, min(4, block_columns // WARP_COLUMNS))
         grid = (out.shape[0], cdiv(width, block_columns))
         launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
         launch(x, order, source, weight, start, stop, out, width)
 
 
-def sum_by_index(x: Tensor, index: Tensor, out: Tensor, **options: Any) -> None:
+def sum_by_index(x: Tensor, index: Tensor, out: Tensor) -> None:
     """Write to row i of ``out [M, width]`` the sum of the entries with index i, in their order.
 
     The entries of an index are split into pieces of ``PIECE``, so that several programs share a
@@ -113,7 +109,6 @@ def sum_by_index(x: Tensor, index: Tensor, out: Tensor, **options: Any) -> None:
         x: rows, see :func:`sum_rows`.
         index: integers ``[E]`` below M, the index of each entry; negative ones are absent.
         out: output, contiguous.
-        options: ``weight``, ``each`` and ``block_columns`` of :func:`sum_rows`.
     """
     num_rows, num_entries = out.shape[0], index.shape[0]
     ordered, order = torch.sort(index, stable=True)
@@ -128,6 +123,5 @@ def sum_by_index(x: Tensor, index: Tensor, out: Tensor, **options: Any) -> None:
     start = torch.clamp(begin[owner] + PIECE * (piece - pieces_before[owner]), max=num_entries)
     stop = torch.minimum(start + PIECE, begin[torch.clamp(owner + 1, max=num_rows)])
     partial = x.new_empty(most_pieces, x.shape[1], dtype=torch.float32)
-    sum_rows(x, start, stop, partial, order=order, **options)
-    columns = options.get("block_columns", BLOCK_COLUMNS)
-    sum_rows(partial, pieces_before[:-1], pieces_before[1:], out, block_columns=columns)
+    sum_rows(x, start, stop, partial, order=order)
+    sum_rows(partial, pieces_before[:-1], pieces_before[1:], out)

@@ -205,8 +205,8 @@ def _selected_forward(
     def plan() -> tuple[IndexSizes, Launch, Launch]:
         constants = constants_of(inputs, call)
         forced = {key: constants[key] for key in ("num_init", "num_local")}
-        products = {key: constants[key] for key in constants if key.endswith("_scale")}
-        products |= {key: constants[key] for key in constants if key.startswith("stride")}
+        named = [key for key in constants if key.startswith("stride") or key.endswith("_scale")]
+        products = {key: constants[key] for key in named}
         tile = tile_for("selected_gather_fwd", q, q_idx)
         sizes, gather = over_chunks(
             index_loss_products_kernel, tile, inputs, call, chunks, **products
