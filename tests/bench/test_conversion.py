@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.conversion import measure, models
+from benchmarks.conversion import measure, models, table
 from nsa.errors import UserError
 from nsa.hf.convert import sparse_config
 from nsa.hf.tokenizer import as_transformers
 from nsa.train import environment
 from nsa.train.data.tokenizer import SEPARATOR
 from nsa.train.load import load_config
+from tools.evidence_report import read_lines
 
 LENGTHS = (256, 512)
 
@@ -110,3 +111,15 @@ def test_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(rows[0]["loss"] - plain["loss"]) > 1e-4
     with pytest.raises(UserError, match="--cases"):
         measure.main([*words, "speed"])
+
+
+def test_page() -> None:
+    """The committed page is made of the committed rows."""
+    rows = read_lines(table.HERE / "h100.jsonl")
+    assert table.page(rows) == (table.HERE / "h100.md").read_text("utf-8")
+    records = list(table.quality(rows, "token_max"))
+    losses = [x["difference"] for x in rows if (x["name"], x["case"]) == ("token_max", "loss")]
+    assert [record["loss"] for record in records] == [
+        f"{sum(losses[n::2]) / 3:+.4f}"
+        for n in (0, 1)  # texts in turn, two lengths each
+    ]
