@@ -152,6 +152,25 @@ def test_table_of_models_is_that_of_rows():
         assert cells[1:] == [learned(model), f"{gain(model, 4096):.3f}"]
 
 
+def test_table_of_scores_is_that_of_rows():
+    rows = read_rows([RESULTS / "h100-selection.jsonl"])
+    ms = {(x.case, x.provider, x.seq_len): x.ms_p50 for x in rows if x.mode == "fwd_bwd"}
+    page, lines = read("README.md"), [read("benchmarks/quality/lookups.jsonl").splitlines()[0]]
+    found = json.loads(*lines)["lookups_exact_low_high"]["65536"][0]
+    for scores, provider, case, model, share in (
+        ("compressed", "nsa", "attention", "shared", one_line("mean-keys")),
+        ("token_max", "token_max", "attention", "token-max", found),
+        ("index", "index", "attention.with_index_loss", "index-head", one_line("index-eight")),
+    ):
+        (line,) = re.findall(rf"^\| `{scores}`.*", page, re.MULTILINE)
+        speed_ups = [
+            f"{(ms['attention', 'dense-cudnn', n] or 0) / (ms[case, provider, n] or 1):.2f}x"
+            for n in (8192, 65_536)
+        ]
+        wanted = [*speed_ups, learned(model), f"{gain(model, 4096):.3f}", f"{share:.0%}"]
+        assert line.strip("| ").split(" | ")[1:] == wanted
+
+
 def test_times_of_other_packages_are_those_of_rows():
     rows = read_rows([ROOT / "benchmarks/peers/h100.jsonl"])
     known = {f"{row.ms_p50:.3g}" for row in rows if row.ms_p50 and row.mode == "fwd_bwd"}
