@@ -123,3 +123,26 @@ def test_page() -> None:
         f"{sum(losses[n::2]) / 3:+.4f}"
         for n in (0, 1)  # texts in turn, two lengths each
     ]
+
+
+def test_figures_of_the_results_are_those_of_the_table() -> None:
+    rows = read_lines(table.HERE / "h100.jsonl")
+    page = (table.HERE.parents[1] / "docs/results/conversion.md").read_text("utf-8")
+    cells = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    models_of = ("token_max", "index", "index, 600 steps")
+    records = [list(table.quality(rows, name))[-1] for name in models_of]
+    for title, field in (("loss minus dense, mean", "loss"), ("the same for", "largest")):
+        (shown,) = (values for key, values in cells.items() if key.startswith(title))
+        assert shown == [f"{float(record[field]):+.3f}" for record in records]
+    (shown,) = (values for key, values in cells.items() if key.startswith("gain of copied"))
+    assert [value.split()[0] for value in shown[:1]] == [records[0]["copied"].split()[0]]
+    (shown,) = (values for key, values in cells.items() if key.startswith("attention kept"))
+    assert shown == [f"{100 * float(record['mass']):.1f}%" for record in records]
+    found = {record["model"]: record for record in table.times(rows)}
+    for name in models_of[:2]:
+        timed = [found[name][key] for key in table.TIMED]
+        assert cells[name] == [f"{value.partition('(')[2].rstrip(')')}x" for value in timed]
