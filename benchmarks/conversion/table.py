@@ -16,7 +16,6 @@ from benchmarks.conversion.models import DENSE, Row
 from tools.evidence_report import lines_of, read_lines
 
 HERE = Path(__file__).parent
-TIMED = ("prefill, batch 1", "decode, batch 1", "decode, batch 16")
 COPIED_NATS = 1.0  # gain of the dense model in cells of the table
 QUALITY = """Made by `python -m benchmarks.conversion.table`; fields in the [README](README.md).
 

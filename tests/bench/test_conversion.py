@@ -144,5 +144,5 @@ def test_figures_of_the_results_are_those_of_the_table() -> None:
     assert shown == [f"{100 * float(record['mass']):.1f}%" for record in records]
     found = {record["model"]: record for record in table.times(rows)}
     for name in models_of[:2]:
-        timed = [found[name][key] for key in table.TIMED]
+        timed = [x for key, x in found[name].items() if key.endswith(("batch 1", "batch 16"))]
         assert cells[name] == [f"{value.partition('(')[2].rstrip(')')}x" for value in timed]
