@@ -27,7 +27,7 @@ from nsa.train.runs.evaluation import load_model
 
 BATCHES, SAMPLES = (1, 16), 7
 Row = dict[str, Any]
-PATTERN = {
+PATTERN: Row = {
     "num_selected_blocks": 24,
     "num_init_blocks": 1,
     "num_local_blocks": 9,
@@ -104,7 +104,11 @@ def open_models(
         opened = RunFolder.open(run, "--index")
         last = find_checkpoint(opened.checkpoints, "last")
         model, step = load_model(opened.load_config().model, last, torch.device("cpu"))
-        yield f"index, {step} steps", model
+        nsa = model.config.nsa
+        shape = f" of {nsa.index_dim}" * (nsa.index_dim < nsa.head_dim)
+        if nsa.index_keys == "shared":
+            shape = f" of {nsa.index_heads} x {nsa.index_dim}, shared"
+        yield f"index{shape}, {step} steps", model
 
 
 # --- times

@@ -265,6 +265,9 @@ def convert(
     num_local_blocks: int = 9,
     block_size: int = 64,
     scores: Literal["token_max", "compressed", "index", "random"] = "token_max",
+    index_dim: int | None = None,
+    index_heads: int = 1,
+    index_keys: Literal["group", "shared"] = "group",
 ) -> int:
     """Make a dense pretrained model sparse, without training.
 
@@ -284,6 +287,9 @@ def convert(
         block_size: tokens of a block, 16, 32, 64 or 128
         scores: scores of blocks; token_max is the largest weight of a token; an index is
             smaller, and has to be trained
+        index_dim: size of an index query and key; as of the heads if not given
+        index_heads: index queries of an index key
+        index_keys: one index key for each KV head, or one that all share
     """
     from nsa.extras import require
 
@@ -299,6 +305,9 @@ def convert(
         num_local_blocks=num_local_blocks,
         block_size=block_size,
         scores=scores,
+        index_dim=index_dim,
+        index_heads=index_heads,
+        index_keys=index_keys,
     )
     print(line)
     return 0

@@ -62,6 +62,9 @@ def convert(
     num_local_blocks: int = 9,
     block_size: int = 64,
     scores: str = "token_max",
+    index_dim: int | None = None,
+    index_heads: int = 1,
+    index_keys: str = "group",
 ) -> str:
     """Write a dense model as a sparse one to a new folder, which :mod:`nsa.hf` loads.
 
@@ -78,7 +81,12 @@ def convert(
         num_init_blocks: see there.
         num_local_blocks: see there.
         block_size: see there.
-        scores: see there; an ``index`` scores by the mean query of a group, until it is trained.
+        scores: see there; until it is trained, an ``index`` scores by means of the dense model's
+            queries and keys, by default the mean query of a group and its key.
+        index_dim: see there; a divisor of the head size. A smaller index begins with evenly spaced
+            rotated pairs of the heads. None means the head size.
+        index_heads: see there; at most the query heads of an index key.
+        index_keys: see there.
 
     Returns:
         One line that describes the result.
@@ -94,6 +102,9 @@ def convert(
         "block_size": block_size,
         "scores": scores,
     }
+    if scores == "index":
+        pattern |= {"index_heads": index_heads, "index_keys": index_keys}
+        pattern |= {} if index_dim is None else {"index_dim": index_dim}
     check(not target.exists(), _OUT, "not exist yet", target)
     if source.suffix == ".gguf":
         with TemporaryDirectory(dir=target.parent, prefix=".unfinished") as folder:
@@ -157,7 +168,12 @@ def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
     block = min(pattern.get("block_size", 64), 32)
     fields |= {"compress_block_size": block, "compress_stride": min(block, 16)}
     if pattern.get("scores") == "index":  # its first projections are those of the model
-        fields["index_dim"] = size
+        pattern = {"index_dim": size, "index_heads": 1, "index_keys": "group"} | pattern
+        most = heads // (dense.num_key_value_heads if pattern["index_keys"] == "group" else 1)
+        rule, given = f"be a divisor of the head size, {size}", pattern["index_dim"]
+        check(size % given == 0, "index_dim", rule, given)
+        rule, given = f"be at most {most}, the query heads of an index key", pattern["index_heads"]
+        check(given <= most, "index_heads", rule, given)
     nsa = NSAConfig(
         num_heads=heads,
         num_kv_heads=dense.num_key_value_heads,
@@ -227,8 +243,11 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _add_index(folder: Path, config: LMConfig) -> None:
-    """Add the first weights of an index: those of the keys, and the mean of a group's queries."""
-    table, whole, group = folder / INDEX, folder / WEIGHTS, config.nsa.num_kv_heads
+    """Add the first weights of an index: means of heads, of which it has evenly spaced pairs."""
+    table, whole, nsa = folder / INDEX, folder / WEIGHTS, config.nsa
+    keys = nsa.num_kv_heads if nsa.index_keys == "group" else 1
+    step, half = nsa.head_dim // nsa.index_dim, nsa.head_dim // 2
+    columns = torch.arange(nsa.head_dim).view(2, half)[:, ::step].flatten()
     found = dict[str, Tensor]()
     with ExitStack() as files:
         stored = open_weights(_MODEL, folder, files)
@@ -238,9 +257,13 @@ def _add_index(folder: Path, config: LMConfig) -> None:
             if key not in stored:
                 continue
             first = stored[key][...]
-            if part != "norm.weight":
-                heads = first.unflatten(0, (group, -1, config.nsa.head_dim))
-                first = heads.float().mean(1).to(heads.dtype).flatten(0, 1)
+            if part == "norm.weight":
+                first = first[columns]
+            else:  # mean of the heads of each index head, which are neighbors
+                heads = first.unflatten(0, (keys, -1, nsa.head_dim))[:, :, columns].float()
+                split = heads.tensor_split(nsa.index_heads if name == "q" else 1, 1)
+                means = torch.stack([x.mean(1) for x in split], 1)
+                first = means.to(first.dtype).flatten(0, 2)
             found[key.replace(f"{name}_{part}", f"{name}_idx_{part}")] = first
         where = dict.fromkeys(stored, _MODEL_FILE)
     if whole.is_file():

@@ -30,6 +30,7 @@ from nsa.hf.convert import convert
 from nsa.hf.tokenizer import as_transformers
 from nsa.lm.llama import llama_name
 from nsa.lm.model import LanguageModel
+from nsa.rope import Rope
 from nsa.train.data.tokenizer import SEPARATOR
 from nsa.train.pretrained import load_initial
 from tests.cli.conftest import nsa as command
@@ -237,6 +238,35 @@ def test_an_index_begins_with_the_projections(kind, shard, tmp_path):
     found = weights.get_parameter("layers.1.attention.q_idx_proj.weight")
     q_proj = AutoModelForCausalLM.from_pretrained(source).model.layers[1].self_attn.q_proj.weight
     torch.testing.assert_close(found, q_proj.view(2, 2, 16, 64).mean(1).view(32, 64))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_smaller_index(kind, tmp_path):
+    """An index begins with every second rotated pair of mean heads."""
+    source = dense(tmp_path / "dense", kind, head_dim=32)
+    given = {**PATTERN, "scores": "index", "index_dim": 16, "index_keys": "shared"}
+    with pytest.raises(ValueError, match="index_heads must be at most 4, the query heads of an"):
+        convert(source, tmp_path / "sparse", **given, index_heads=5)
+    with pytest.raises(
+        ValueError, match="index_dim must be a divisor of the head size, 32, got 48"
+    ):
+        convert(source, tmp_path / "sparse", **{**given, "index_dim": 48})
+    convert(source, tmp_path / "sparse", **given, index_heads=3)
+    model = LanguageModel(AutoConfig.from_pretrained(tmp_path / "sparse").lm)
+    load_initial(tmp_path / "sparse", model)
+    found = {name.split("1.attention.")[-1]: x for name, x in model.named_parameters()}
+    layer = AutoModelForCausalLM.from_pretrained(source).model.layers[1].self_attn
+    columns = torch.arange(0, 32, 2)  # column c is rotated with column c + 16
+    heads = layer.q_proj.weight.view(4, 32, 64)[:, columns]
+    wanted = torch.cat([heads[:2].mean(0), heads[2], heads[3]])
+    torch.testing.assert_close(found["q_idx_proj.weight"], wanted)
+    wanted = layer.k_proj.weight.view(2, 32, 64)[:, columns].mean(0)
+    torch.testing.assert_close(found["k_idx_proj.weight"], wanted)
+    if kind == "qwen3":
+        torch.testing.assert_close(found["q_idx_norm.weight"], layer.q_norm.weight[columns])
+    whole, half = (Rope(size, 1e4).inverse_frequencies(torch.device("cpu")) for size in (32, 16))
+    torch.testing.assert_close(whole[::2], half)
 
 
 def test_an_index_is_trained_on_a_frozen_base(tmp_path, monkeypatch, command):
