@@ -72,9 +72,9 @@ def log_sum(x, AXIS: tl.constexpr):
 
 @triton.jit
 def log_softmax(x, ok):
-    """Logarithms of the softmax of ``x [N]`` over the elements that are ``ok``, 0 elsewhere."""
-    total = log_sum(tl.where(ok, x, -float("inf")), 0)
-    return tl.where(ok, tl.where(ok, x, 0.0) - total, 0.0)
+    """Logarithms of the softmax along N over the elements ``ok`` of ``x [M, N]``, 0 elsewhere."""
+    total = log_sum(tl.where(ok, x, -float("inf")), 1)
+    return tl.where(ok, tl.where(ok, x, 0.0) - total[:, None], 0.0)
 
 
 @triton.jit
@@ -238,37 +238,40 @@ def index_loss_kernel(
 
     For each index query head and slot ``[T, Hi, Hkv / Hki * n]``: the gradient of the largest
     scaled product in the block, and the row of its token in the index keys ``[S * Hki, Di]``, -1
-    unless the block is ranked. Program (i, h) handles query i and KV head h. ``block_ptr`` are the
-    key blocks of an inverse index. ``lse_idx_ptr`` is None with one index head per group, for which
-    it cancels.
+    unless the block is ranked. Program (i, h) handles the i-th tile of queries and KV head h.
+    ``block_ptr`` are the key blocks of an inverse index. ``lse_idx_ptr`` is None with one index
+    head per group, for which it cancels.
     """
     HKV: tl.constexpr = SIZES.HKV
     G: tl.constexpr = SIZES.G
     IH: tl.constexpr = SIZES.IH
     N: tl.constexpr = SIZES.N
+    Q: tl.constexpr = SIZES.QUERIES
     group = tl.program_id(1)
     key_head = group // (HKV // SIZES.HKI)
-    sequence, row = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, 1)
+    sequence, tile = find_tile(cu_q_ptr, tl.program_id(0), num_sequences, len_q, Q)
     if sequence < num_sequences:
         first_q, num_q = sequence_rows(cu_q_ptr, sequence, len_q)
         _, num_tokens = sequence_rows(cu_k_ptr, sequence, len_k)
+        row = tile * Q + tl.arange(0, Q)
         token = (first_q + row).to(tl.int64)
         own = (num_tokens - num_q + row) // SIZES.BLOCK_SIZE
         slot = tl.arange(0, SIZES.BLOCK_N)
-        at = (token * HKV + group) * N + slot
-        block = tl.load(indices_ptr + at, mask=slot < N, other=-1).to(tl.int32)
-        present = tl.load(block_ptr + at, mask=slot < N, other=absent).to(tl.int32) < absent
-        ranked = present & (block >= num_init) & (block <= own - num_local)
-        head = tl.arange(0, SIZES.BLOCK_G)[:, None]
-        there = (head < G) & present[None, :]
-        index = tl.arange(0, SIZES.BLOCK_IH)[:, None]
-        index_there = (index < IH) & present[None, :]
-        # Masses [BLOCK_G, BLOCK_N], largest products and their tokens [BLOCK_IH, BLOCK_N].
+        at = ((token * HKV + group) * N)[:, None] + slot[None, :]  # [Q, BLOCK_N]
+        inside = (row < num_q)[:, None] & (slot < N)[None, :]
+        block = tl.load(indices_ptr + at, mask=inside, other=-1).to(tl.int32)
+        present = tl.load(block_ptr + at, mask=inside, other=absent).to(tl.int32) < absent
+        ranked = present & (block >= num_init) & (block <= (own - num_local)[:, None])
+        head = tl.arange(0, SIZES.BLOCK_G)[None, :, None]
+        there = (head < G) & present[:, None, :]
+        index = tl.arange(0, SIZES.BLOCK_IH)[None, :, None]
+        index_there = (index < IH) & present[:, None, :]
+        # Masses [Q, BLOCK_G, BLOCK_N], largest products and their tokens [Q, BLOCK_IH, BLOCK_N].
         mass = tl.full(there.shape, -float("inf"), tl.float32)
         largest = tl.full(index_there.shape, -float("inf"), tl.float32)
         largest_at = tl.zeros(index_there.shape, tl.int32)
         for part in tl.static_range(SIZES.BLOCK_SIZE // SIZES.KEYS):
-            place = at[None, :] + part * num_rows.to(tl.int64) * (HKV * N)
+            place = at[:, None, :] + part * num_rows.to(tl.int64) * (HKV * N)
             x = tl.load(mass_ptr + place * G + head, mask=there, other=-float("inf"))
             mass = add_logs(mass, x)
             place = place * IH + index
@@ -276,28 +279,31 @@ def index_loss_kernel(
             x_at = tl.load(token_ptr + place, mask=index_there, other=0)
             largest_at = tl.where(x <= largest, largest_at, x_at)
             largest = larger(x, largest)
-        # Target and prediction [BLOCK_N].
-        mass = mass - log_sum(mass, 1)[:, None]
+        # Target and prediction [Q, BLOCK_N].
+        mass = mass - log_sum(mass, 2)[:, :, None]
         mass = tl.where(head < G, mass, -float("inf"))
-        target = log_softmax(log_sum(mass, 0), ranked)
+        target = log_softmax(log_sum(mass, 1), ranked)
         if lse_idx_ptr is not None:
-            lse_at = (key_head * IH + index).to(tl.int64) * num_rows + token
-            largest -= tl.load(lse_idx_ptr + lse_at, mask=index < IH, other=0.0)
+            lse_at = (key_head * IH + index).to(tl.int64) * num_rows + token[:, None, None]
+            lse_ok = (index < IH) & (row < num_q)[:, None, None]
+            largest -= tl.load(lse_idx_ptr + lse_at, mask=lse_ok, other=0.0)
         largest = tl.where(index < IH, largest, -float("inf"))
-        score = log_sum(largest, 0)
+        score = log_sum(largest, 1)
         prediction = log_softmax(score, ranked)
         p = tl.where(ranked, tl.exp2(target), 0.0)
-        loss = tl.sum(p * (target - prediction), 0) * LN_2
-        tl.store(loss_ptr + token * HKV + group, loss)
-        tl.store(count_ptr + token * HKV + group, tl.sum(ranked.to(tl.int32), 0))
-        # Gradient of the largest products [BLOCK_IH, BLOCK_N].
+        loss = tl.sum(p * (target - prediction), 1) * LN_2
+        tl.store(loss_ptr + token * HKV + group, loss, mask=row < num_q)
+        number = tl.sum(ranked.to(tl.int32), 1)
+        tl.store(count_ptr + token * HKV + group, number, mask=row < num_q)
+        # Gradient of the largest products [Q, BLOCK_IH, BLOCK_N].
         rest = tl.where(ranked, tl.exp2(prediction), 0.0) - p
-        slope = rest[None, :] * tl.exp2(largest - score[None, :])
-        out = slope_places(token, key_head, index, group, slot[None, :], SIZES)
-        inside = (index < IH) & (slot < N)[None, :]
-        tl.store(slope_ptr + out, tl.where(ranked[None, :], slope, 0.0), mask=inside)
-        key_row = tl.where(ranked[None, :], largest_at * SIZES.HKI + key_head, -1)
-        tl.store(row_ptr + out, key_row, mask=inside)
+        slope = rest[:, None, :] * tl.exp2(largest - score[:, None, :])
+        slope = tl.where(ranked[:, None, :], slope, 0.0)
+        out = slope_places(token[:, None, None], key_head, index, group, slot[None, None, :], SIZES)
+        written = (index < IH) & inside[:, None, :]
+        tl.store(slope_ptr + out, slope, mask=written)
+        key_row = tl.where(ranked[:, None, :], largest_at * SIZES.HKI + key_head, -1)
+        tl.store(row_ptr + out, key_row, mask=written)
 
 
 @kernel(do_not_specialize=SEGMENT)

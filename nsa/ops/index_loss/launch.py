@@ -38,8 +38,8 @@ from nsa.ops.index_loss.types import IndexLossInputs
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
-# Elements of a tile of a query's heads and slots per warp, and the most warps.
-TILE_SLOTS, SLOT_WARPS = 512, 8
+# Elements of a tile of queries, heads and slots, and per warp; the most warps.
+TILE_SLOTS, WARP_SLOTS, SLOT_WARPS = 2048, 512, 8
 
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
@@ -212,9 +212,12 @@ def _selected_forward(
             index_loss_products_kernel, tile, inputs, call, chunks, **products
         )
         elements = max(sizes.BLOCK_G, sizes.BLOCK_IH) * sizes.BLOCK_N
-        warps = max(1, min(SLOT_WARPS, elements // TILE_SLOTS))
-        grid = (call.sequences.num_tiles(q.shape[0], 1, call.sequences.len_q), sizes.HKV)
-        loss = Launch(index_loss_kernel, grid, SIZES=sizes, num_warps=warps, **forced)
+        queries = max(1, TILE_SLOTS // elements)
+        warps = max(1, min(SLOT_WARPS, queries * elements // WARP_SLOTS))
+        tiles = call.sequences.num_tiles(q.shape[0], queries, call.sequences.len_q)
+        of_loss = sizes._replace(QUERIES=queries)
+        options = {"num_warps": warps, **forced}
+        loss = Launch(index_loss_kernel, (tiles, sizes.HKV), SIZES=of_loss, **options)
         return sizes, gather, loss
 
     sizes, gather, loss = once(plan)
