@@ -334,8 +334,8 @@ class LayerCache:
     Attributes:
         tensors: the layer's memory, reserved at its first tokens.
         block_indices: block indices of the last tokens, None if no blocks were selected.
-        has_kernels: whether decode kernels score the blocks. Steps with approximate or random
-            scores run the training operators, which cannot be captured in a CUDA graph.
+        has_kernels: whether decode kernels score the blocks. Steps with scores in two stages or
+            random ones run the training operators, which cannot be captured in a CUDA graph.
         reads: counter of keys read, or None, see ``nsa.ops.decode.launch.attend``.
     """
 
@@ -344,8 +344,7 @@ class LayerCache:
         self.tensors: CacheTensors | None = None
         self.block_indices: Tensor | None = None
         self.reads: Tensor | None = None
-        approximates = config.coarse_block_size is not None or config.score_precision != "exact"
-        self.has_kernels = not approximates and config.scores != "random"
+        self.has_kernels = config.coarse_block_size is None and config.scores != "random"
 
     def lengths(self, sequences: Sequences, num_tokens: int) -> Tensor:
         """Cached tokens of each sequence before ``num_tokens`` new ones, int32 ``[B]``.

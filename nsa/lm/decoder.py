@@ -45,7 +45,7 @@ class Decoder:
 
     A step is one pass over the weights: nine launches per layer on a GPU, the residual stream in
     the dtype of the parameters, everything else in the compute dtype. The second step of a size is
-    captured as a CUDA graph, which later steps replay, unless blocks are scored approximately.
+    captured as a CUDA graph, which later steps replay, unless blocks are scored in two stages.
     Weights after a norm are copied, with the norm's weight folded in, and other weights if the
     compute dtype differs: call :meth:`reset` after changing weights. Layers, embedding or head with
     anything attached (LoRA, hooks, quantization) are called as modules instead; with hooks, steps

@@ -68,6 +68,11 @@ CASES: dict[str, Case] = {
     "bf16 G16 D128 shared index, 8 queries": case_of(
         WIDE, BF16, LONG, 8, **{**TABLE, **INDEX}, index_heads=20, index_keys="shared"
     ),
+    "bf16 G6 D64 fp8": case_of(PLAIN, BF16, LONG, 1, score_precision="fp8"),
+    "bf16 G6 D64 tokens, fp8": case_of(PLAIN, BF16, LONG, 1, score_precision="fp8", **TOKENS),
+    "bf16 G16 D128 index, fp8": case_of(
+        WIDE, BF16, LONG, 2, **INDEX, score_precision="fp8", block_size=128
+    ),
     "fp32 G6 D192/128": case_of(sized(6, 192, 128), FP32, SHORT, 2),
 }
 

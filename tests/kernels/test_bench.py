@@ -138,8 +138,8 @@ def test_a_decode_step_passes_the_gate_and_its_reads_are_counted(provider, chang
     assert step.work() == {"tokens": 2, "read": 2 * 2 * (keys + values) * 16 * 4}
 
 
-def test_fp8_steps_have_no_decode_kernels_to_measure():
-    changes: Any = {"scores": "token_max", "score_precision": "fp8", "branches": ("slc", "win")}
+def test_steps_in_two_stages_have_no_decode_kernels_to_measure():
+    changes: Any = {"coarse_block_size": 32, "num_coarse_blocks": 4}
     config = NSAConfig(4, 2, 16, 16, **SMALL, **changes)
     point = Point("small", config, 200, 2, "random", torch.float32, CPU)
     with pytest.raises(UnsupportedError, match="operators of the forward pass"):

@@ -8,14 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from nsa import NativeSparseAttention, NSACache, NSAConfig
+from nsa import NativeSparseAttention, NSACache, NSAConfig, select_blocks
 from nsa.cache import LayerCache, cache
 from nsa.ops._plan import PLANS
 from nsa.ops.decode import launch
 from nsa.ops.decode.layout import Splits
 from nsa.ops.range import window_attention_op
+from nsa.ops.selection.fp8 import round_rows
+from nsa.ops.selection.reference import quantize
 from tests.ops.cases import SUBSETS, offsets, small
 from tests.ops.decoding import Decoded
 from tests.ops.poison import poisoned_memory
@@ -24,6 +28,7 @@ from tests.ops.public import Case
 WIDTH = 24
 ONE_KV_HEAD = {"num_heads": 2, "num_kv_heads": 1}
 TOKENS: dict[str, Any] = {"num_heads": 6, "scores": "token_max", "branches": ("slc", "win")}
+INDEX = {"num_heads": 6, "scores": "index", "index_heads": 2, "index_keys": "shared"}
 
 
 def case_of(
@@ -137,9 +142,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
         (40, 102),
         (1, 8),
     ),
-    "shared index": (
-        {"num_heads": 6, "scores": "index", "index_heads": 2, "index_keys": "shared"},
-        (15, 131),
+    "shared index": (INDEX, (15, 131), (1, 3)),
+    "fp8": (
+        {"num_heads": 6, "num_selected_blocks": 8, "score_precision": "fp8"},
+        (0, 784),
+        (1, 8),
+    ),
+    "tokens, fp8": ({**TOKENS, "score_precision": "fp8"}, (15, 131), (1, 4)),
+    "shared index, fp8": (
+        {**INDEX, "block_size": 32, "score_precision": "fp8"},
+        (15, 300),
         (1, 3),
     ),
     "G 20": ({"num_heads": 20, "num_kv_heads": 1, "num_selected_blocks": 3}, (70,), (2,)),
@@ -193,6 +205,49 @@ def test_few_sequences_share_scored_keys_among_all_multiprocessors(keys, sequenc
     config = NSAConfig(12, 2, 64, 64, **changes)
     assert launch.choose_splits(config, 2 * sequences, 1, 65_536).scored == scored
     assert launch.choose_splits(config, 2 * sequences, 1, 200).scored <= 2
+
+
+def test_rounding_to_fp8():
+    """The bits of PyTorch, also for numbers below 2^-6 of the scale and halfway between two."""
+
+    @triton.jit
+    def rounding_kernel(x_ptr, low_ptr, scale_ptr, SIZE: tl.constexpr):
+        row, column = tl.arange(0, 64), tl.arange(0, 16)
+        at = row[:, None] * 16 + column[None, :]
+        low, scale = round_rows(tl.load(x_ptr + at), SIZE)
+        tl.store(low_ptr + at, low)
+        tl.store(scale_ptr + row, scale)
+
+    x = torch.randn(64, 16) * torch.rand(64, 16) ** 16
+    x[:16] = torch.arange(256).view(16, 16) / 16 * 2.0**-9  # to multiples of 2^-9
+    x[:16, 0] = 448.0
+    x[20] = 0.0
+    low, scale = torch.empty_like(x), torch.empty(64)
+    for size in (1, 16):
+        rounding_kernel[(1,)](x, low, scale, size)
+        largest = x.abs().amax(1).view(-1, size).amax(1).repeat_interleave(size)
+        rows, scales = quantize(x, largest)
+        assert torch.equal(low, rows.float())
+        assert torch.equal(scale, scales)
+
+
+@pytest.mark.parametrize("changes", [TOKENS, {**INDEX, "block_size": 32}], ids=["tokens", "index"])
+def test_fp8_selects_as_a_full_pass_does(changes: dict[str, Any]):
+    """The blocks by rounded products, which differ from those by exact ones."""
+    changes = {**changes, "num_selected_blocks": 8}
+    decoded = Decoded.of(case_of({**changes, "score_precision": "fp8"}, (792, 792, 792), 8))
+    _, found, _ = decoded.check()
+    x, names = decoded.x, ("q_idx", "k_idx") if "index" in changes["scores"] else ("q", "k_slc")
+    q, k = (getattr(x, name) for name in names)
+    offsets: Any = {"cu_seqlens_q": x.cu_seqlens_q, "max_seqlen_q": 8}
+    offsets |= {"cu_seqlens_k": x.cu_seqlens_k, "max_seqlen_k": 800}
+    ids = [
+        select_blocks(q, k, None, small(**changes, score_precision=x), **offsets)
+        for x in ("fp8", "exact")
+    ]
+    assert found is not None
+    assert torch.equal(found, ids[0])
+    assert not torch.equal(found, ids[1])
 
 
 @pytest.mark.parametrize(("ranked", "scores"), [(16, "compressed"), (32, "token_max")])

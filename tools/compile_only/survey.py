@@ -183,6 +183,8 @@ def variations() -> list[Case]:
     by_token = (("scores", "token_max"), ("branches", ("slc", "win")))
     decoded += [replace(step, changes=by_token) for step in (one, many)]
     decoded += [replace(step, changes=found[-1].changes) for step in (one, many)]
+    low = ("score_precision", "fp8")
+    decoded += [replace(step, changes=(*by_token, low)) for step in (one, many)]
     return [replace(case, longest=DENSE), case, *found, *scattered, *decoded]
 
 

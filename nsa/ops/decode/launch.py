@@ -346,11 +346,17 @@ def _plan_step(
     programs = splits.cmp + splits.win + splits.scored
     if programs:
         most = queries * max(pattern.G, scoring.G if splits.scored else 0)
-        block_m = min(most_rows, max(16, next_power_of_2(most)))
+        is_fp8 = config.score_precision == "fp8"
+        # Two products of a step have half as many rows each, so that nothing spills.
+        block_m = min(most_rows // 2 if is_fp8 else most_rows, next_power_of_2(most))
+        block_m = max(block_m, 16)
         # Register limit of a program: outputs, and scores of a step.
         block_n = keys if block_m * width <= MAX_OUTPUTS else keys // 2
+        if is_fp8 and splits.scored:  # the keys of a block share a scale
+            block_n = max(block_n, config.block_size)
         grid = (groups, programs, cdiv(most, block_m))
         tile = {"S": scoring, "SCORE_HEADS": score_heads, "BLOCK_M": block_m, "BLOCK_N": block_n}
+        tile["FP8"] = is_fp8
         scan = Launch(decode_scan_kernel, grid, **constants, **tile, **options)
     constants["HAS_CMP"] = cache.v_cmp is not None
     best: tuple[int, ...] = ()

@@ -25,6 +25,7 @@ from nsa.ops.decode.layout import (
     query_rows,
     store_partial,
 )
+from nsa.ops.selection.fp8 import apply_scales, round_rows
 from nsa.ops.selection.token_max import block_maxima
 
 
@@ -43,6 +44,7 @@ def compressed_split(
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Partial out and lse over a program's share of the compressed keys.
 
@@ -55,6 +57,8 @@ def compressed_split(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     visible = complete_blocks(t + 1, P)
+    if FP8:
+        low_q, q_scale = round_rows(q, 1)
     row_max, total, acc = softmax_start(q.shape[0], HEADS.BLOCK_DV)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
     i = begin + tl.arange(0, BLOCK_N)
@@ -68,9 +72,13 @@ def compressed_split(
         k = load_rows(k_ptr, at, here, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         s = products(q, k, False)  # [M, BLOCK_N]
         if SPLITS.scored == 0:
+            score = s
+            if FP8:
+                low, k_scale = round_rows(k, 1)
+                score = apply_scales(products(low_q, low, False), q_scale, k_scale, True)
             tl.store(
                 scores_ptr + group[:, None] * most_blocks + i[None, :],
-                s,
+                score,
                 mask=ok[:, None] & here[None, :],
             )
         s = tl.where(i[None, :] < visible[:, None], s, -float("inf"))
@@ -140,11 +148,13 @@ def scored_split(
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Log-sum-exp of the forced tokens in a program's share of the pages.
 
     ``P`` and ``HEADS`` are those of the queries and keys that score blocks. Stores the largest
-    unscaled product of each block. Products with tokens after the query belong to its own block,
+    unscaled product of each block, with ``FP8`` that of rounded rows: a step then has whole blocks,
+    whose keys share a scale. Products with tokens after the query belong to its own block,
     which is forced, or to later blocks.
     """
     b, head, cached, table_width, most_blocks = where
@@ -159,6 +169,8 @@ def scored_split(
     row_max = tl.full([q.shape[0]], -1e30, tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     largest = tl.full([q.shape[0], PER], -float("inf"), tl.float32)
+    if FP8:
+        low_q, q_scale = round_rows(q, 1)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
     key = begin + tl.arange(0, BLOCK_N)
     # Page lookups run one step ahead, so that loads of keys can be pipelined.
@@ -169,7 +181,11 @@ def scored_split(
         next_row = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE)
         k = load_rows(k_ptr, at, key < end, HEADS.D, HEADS.D, HEADS.BLOCK_D)
         s = products(q, k, False)  # [M, BLOCK_N]
-        here = block_maxima(s, BLOCK_N // PER)
+        score = s
+        if FP8:
+            low, k_scale = round_rows(k, BLOCK_SIZE)
+            score = apply_scales(products(low_q, low, False), q_scale, k_scale, True)
+        here = block_maxima(score, BLOCK_N // PER)
         if BLOCK_N < BLOCK_SIZE:
             here = tl.maximum(here, tl.where(start % BLOCK_SIZE == 0, -float("inf"), largest))
             largest = here
@@ -218,6 +234,7 @@ def decode_scan_kernel(
     SCORE_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Partial results of the compressed branch and the window, and scores.
 
@@ -257,6 +274,7 @@ def decode_scan_kernel(
                 HEADS,
                 SPLITS,
                 BLOCK_N,
+                FP8,
             )
             let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
@@ -298,6 +316,7 @@ def decode_scan_kernel(
                     SCORE_HEADS,
                     SPLITS,
                     BLOCK_N,
+                    FP8,
                 )
                 let_next_start()
                 share_s = (b * S.HKV + head) * SPLITS.scored + split - SPLITS.cmp - SPLITS.win

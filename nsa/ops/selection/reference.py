@@ -244,7 +244,7 @@ def rounded_for_scores(x: Tensor, config: NSAConfig) -> Tensor:
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``[..., D]`` in e4m3 and their fp32 scales ``[...]``; the row maximum maps to 448."""
-    return _quantize(x, x.abs().amax(-1).float())
+    return quantize(x, x.abs().amax(-1).float())
 
 
 def blocks_to_fp8(k: Tensor, config: NSAConfig, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -260,10 +260,10 @@ def blocks_to_fp8(k: Tensor, config: NSAConfig, sequences: Sequences) -> tuple[T
     )
     index = block[:, None].expand_as(largest)
     scale = of_blocks.scatter_reduce(0, index, largest, "amax").gather(0, index)
-    return _quantize(k, scale)
+    return quantize(k, scale)
 
 
-def _quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in e4m3 and their scales, with which the given magnitudes ``[...]`` map to 448."""
     scale = largest / torch.finfo(torch.float8_e4m3fn).max
     scale = torch.where(scale > 0, scale, 1.0)
