@@ -17,9 +17,7 @@ from nsa.ops._triton.kernel import Launch, kernel
 from nsa.ops._triton.tiles import load_fp32
 
 BLOCK_ROWS = 16
-BLOCK_COLUMNS = 256
-# Columns of a warp.
-WARP_COLUMNS = 64
+BLOCK_COLUMNS, WARPS = 256, 4
 # Maximum number of rows with the same index that one program sums.
 PIECE = 64
 
@@ -28,8 +26,6 @@ PIECE = 64
 def sum_rows_kernel(
     x_ptr,
     order_ptr,
-    source_ptr,
-    weight_ptr,
     start_ptr,
     stop_ptr,
     out_ptr,
@@ -39,9 +35,8 @@ def sum_rows_kernel(
 ):
     """Write to row i of out the sum over the entries ``order[start[i]:stop[i]]``.
 
-    Entry e is row ``source[e]`` of x times ``weight[e]``; a negative source is absent. Without
-    ``order`` the entries are ``start[i]:stop[i]``, and without ``source`` entry e is row e. Program
-    (i, j) computes the j-th ``BLOCK_C`` columns of row i.
+    Entry e is row e of x. Without ``order`` the entries are ``start[i]:stop[i]``. Program (i, j)
+    computes the j-th ``BLOCK_C`` columns of row i.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -53,17 +48,9 @@ def sum_rows_kernel(
         place = first + tl.arange(0, BLOCK_R)
         ok = place < stop
         entry = place if order_ptr is None else tl.load(order_ptr + place, mask=ok, other=0)
-        if source_ptr is None:
-            source = entry
-        else:
-            source = tl.load(source_ptr + entry, mask=ok, other=-1).to(tl.int64)
-            ok = source >= 0
-        x = load_fp32(
-            x_ptr + source[:, None] * columns + column[None, :], ok[:, None] & inside[None, :]
+        total += load_fp32(
+            x_ptr + entry[:, None] * columns + column[None, :], ok[:, None] & inside[None, :]
         )
-        if weight_ptr is not None:
-            x *= load_fp32(weight_ptr + entry, ok)[:, None]
-        total += x
     tl.store(out_ptr + row * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
@@ -74,9 +61,6 @@ def sum_rows(
     out: Tensor,
     *,
     order: Tensor | None = None,
-    source: Tensor | None = None,
-    weight: Tensor | None = None,
-    block_columns: int = BLOCK_COLUMNS,
 ) -> None:
     """Write sums of rows of ``x [N, width]`` to ``out [M, width]``; see ``sum_rows_kernel``.
 
@@ -86,17 +70,13 @@ def sum_rows(
         stop: int64 ``[M]``, one past the last.
         out: output, contiguous.
         order: int64, the entries in the order of the sums.
-        source: int32 or int64, row of each entry.
-        weight: fp32, factor of each entry.
-        block_columns: columns per program.
     """
     if out.numel():
         width = out.shape[1]
-        sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": block_columns}
-        sizes["num_warps"] = max(1, min(4, block_columns // WARP_COLUMNS))
-        grid = (out.shape[0], cdiv(width, block_columns))
+        sizes = {"BLOCK_R": BLOCK_ROWS, "BLOCK_C": BLOCK_COLUMNS, "num_warps": WARPS}
+        grid = (out.shape[0], cdiv(width, BLOCK_COLUMNS))
         launch = once(functools.partial(Launch, sum_rows_kernel, grid, **sizes))
-        launch(x, order, source, weight, start, stop, out, width)
+        launch(x, order, start, stop, out, width)
 
 
 def sum_by_index(x: Tensor, index: Tensor, out: Tensor) -> None:

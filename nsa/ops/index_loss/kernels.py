@@ -306,6 +306,41 @@ def index_loss_kernel(
         tl.store(row_ptr + out, key_row, mask=written)
 
 
+@kernel(do_not_specialize=["num_rows"])
+def index_loss_dq_kernel(
+    k_idx_ptr,
+    slope_ptr,
+    row_ptr,
+    dout_ptr,
+    dq_ptr,
+    num_rows,
+    index_scale,
+    SLOTS: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_DI: tl.constexpr,
+):
+    """Write the gradient of the index queries, ``[num_rows, Di]``: weighted sums of their keys.
+
+    The weights and rows of the keys are the slopes and rows of ``index_loss_kernel``. Program i
+    handles the i-th ``BLOCK_R`` rows, ``BLOCK_S`` of their ``SLOTS`` slots at a time.
+    """
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_DI)
+    dq = tl.zeros([BLOCK_R, BLOCK_DI], tl.float32)
+    for first in tl.range(0, SLOTS, BLOCK_S):
+        slot = first + tl.arange(0, BLOCK_S)
+        at = row.to(tl.int64)[:, None] * SLOTS + slot[None, :]
+        inside = (row < num_rows)[:, None] & (slot < SLOTS)[None, :]
+        slope = tl.load(slope_ptr + at, mask=inside, other=0.0)
+        source = tl.load(row_ptr + at, mask=inside, other=-1).to(tl.int64)[:, :, None]
+        k_at = source * DI + column[None, None, :]
+        k = tl.load(k_idx_ptr + k_at, mask=(source >= 0) & (column < DI)[None, None, :], other=0.0)
+        dq += tl.sum(slope[:, :, None] * k.to(tl.float32), 1)
+    store_rows(dq_ptr, row, row < num_rows, dq * (tl.load(dout_ptr) * index_scale), DI)
+
+
 @kernel(do_not_specialize=SEGMENT)
 def index_loss_gather_dk_kernel(
     q_idx_ptr,

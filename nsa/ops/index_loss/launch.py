@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_numbers, check_queries
@@ -19,12 +18,12 @@ from nsa.ops._triton.selected_index import (
     chunk_size,
     new_index,
 )
-from nsa.ops._triton.sums import sum_rows
 from nsa.ops._triton.token_lse import token_lse
 from nsa.ops._triton.tuning import MOST_REGISTERS, Tile, tile_for
 from nsa.ops.index_loss.dense_kernels import index_loss_all_kernel, index_loss_dk_kernel
 from nsa.ops.index_loss.kernels import (
     IndexSizes,
+    index_loss_dq_kernel,
     index_loss_gather_dk_kernel,
     index_loss_kernel,
     index_loss_products_kernel,
@@ -40,6 +39,8 @@ PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
 # Elements of a tile of queries, heads and slots, and per warp; the most warps.
 TILE_SLOTS, WARP_SLOTS, SLOT_WARPS = 2048, 512, 8
+# Elements of a tile of keys that several slots of index queries chose.
+TILE_KEYS = 4096
 
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
@@ -216,7 +217,7 @@ def _selected_forward(
         warps = max(1, min(SLOT_WARPS, queries * elements // WARP_SLOTS))
         tiles = call.sequences.num_tiles(q.shape[0], queries, call.sequences.len_q)
         of_loss = sizes._replace(QUERIES=queries)
-        options = {"num_warps": warps, **forced}
+        options = {"num_warps": warps, "maxnreg": MOST_REGISTERS, **forced}
         loss = Launch(index_loss_kernel, (tiles, sizes.HKV), SIZES=of_loss, **options)
         return sizes, gather, loss
 
@@ -245,27 +246,27 @@ def backward(
     """
     q_idx, k_idx, _, _, block_indices = inputs = read(inputs)
     (num_q, num_heads, index_dim), num_key_heads = q_idx.shape, k_idx.shape[1]
-    factor = dout * index_dim**-0.5
     dk = k_idx.new_zeros(k_idx.shape)
     if block_indices is None:
         shared = inputs.k.shape[1] // num_key_heads
         by_group = state[0].view(num_q, num_key_heads, shared, -1, index_dim)
+        factor = dout * index_dim**-0.5
         dq = (by_group.sum(2) * factor).to(q_idx.dtype).view(q_idx.shape)
         _key_gradient(inputs, call, dout, state, dk)
         return dq, dk
     slope, row, order = state[:3]
-    slots, columns = slope.shape[2], block_of(index_dim)
     dq = q_idx.new_empty(q_idx.shape)
-    first = torch.arange(num_q * num_heads, device=dq.device) * slots
-    sum_rows(
-        k_idx.contiguous().view(-1, index_dim),
-        first,
-        first + slots,
-        dq.view(-1, index_dim),
-        source=row.flatten(),
-        weight=(slope * factor).flatten(),
-        block_columns=columns,
-    )
+
+    def plan() -> Launch:
+        columns = block_of(index_dim)
+        step = min(16, next_power_of_2(slope.shape[2]))
+        rows_of = max(1, TILE_KEYS // (step * columns))
+        sizes = {"SLOTS": slope.shape[2], "DI": index_dim, "BLOCK_DI": columns}
+        sizes |= {"BLOCK_R": rows_of, "BLOCK_S": step, "num_warps": 4}
+        return Launch(index_loss_dq_kernel, (cdiv(num_q * num_heads, rows_of),), **sizes)
+
+    keys = k_idx.contiguous()
+    once(plan)(keys, slope, row, dout, dq, num_q * num_heads, float(index_dim**-0.5))
     _selected_key_gradient(inputs, call, dout, (slope, row, order), dk)
     return dq, dk
 
