@@ -402,7 +402,8 @@ class NativeSparseAttention(ProjectedAttention):
                 blocks or ``all`` of them, see :func:`nsa.index_loss`.
 
         Returns:
-            The layer's output, shaped like ``x``; with ``index_loss`` also the loss.
+            The layer's output, shaped like ``x``; with ``index_loss`` also the loss, as
+            :class:`nsa.ops.index_loss.IndexLoss`: the sum, and the number of its terms.
 
         Raises:
             ValueError: shapes or offsets do not match; ``index_loss`` without an index or with a

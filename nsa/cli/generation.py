@@ -324,6 +324,11 @@ def demo(
     reader = shipped.Reader(model, tokens)
     _wait(_compiled_ahead(reader.run_on_cpu, reader.device))
     print(f"{text or shipped.BOOK}: {length:,} tokens with {needles} hidden lines", flush=True)
+    if reader.device.type == "cpu":
+        print(
+            "65,536 tokens take a minute on idle cores; on busy ones set OMP_NUM_THREADS=1",
+            flush=True,
+        )
     with torch.inference_mode():
         print(f"Read in {reader.read():.1f} s on {reader.device.type}.")
         print(f"{shipped.keys_read(model.config, length)}\n", flush=True)

@@ -146,7 +146,9 @@ def keys_read(config: LMConfig, length: int) -> str:
     selecting = sum(len(layers) for kind, layers in kinds if "slc" in kind.nsa.branches)
     keys, dense = f"{total / config.num_layers:,.0f}", f"{(length + 1) / 2:,.0f}"
     layers = f"{selecting} of {config.num_layers} layers compare it with all earlier keys to select"
-    return f"In a layer a token attends to {keys} keys, dense attention {dense}; {layers}."
+    return (
+        f"On average a token attends to {keys} keys in a layer, dense attention {dense}; {layers}."
+    )
 
 
 class Reader:

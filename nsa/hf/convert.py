@@ -32,6 +32,8 @@ from nsa.lm.config import LMConfig
 from nsa.lm.llama import llama_name
 from nsa.lm.model import LanguageModel
 from nsa.rope import Rope
+from nsa.train.config import DataConfig, OptimConfig, TrainConfig
+from nsa.train.load import to_yaml
 from nsa.train.pretrained import (
     CONFIG,
     INDEX,
@@ -45,6 +47,8 @@ from nsa.train.pretrained import (
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _MODEL, _OUT = "MODEL", "OUT"
+# Configuration that trains an index, and tokens of its steps and sequences.
+_TRAINING, _STEP, _SEQUENCE = "train.yaml", 65_536, 8192
 # Weights of a model with an index.
 _MODEL_FILE, _INDEX_FILE = "dense.safetensors", "index.safetensors"
 # Tokenizer, generation settings, index of the weights, licence.
@@ -129,14 +133,16 @@ def convert(
             _link(source / name, unfinished / name)
         if config.has_index:
             _add_index(unfinished, config)
+            training = index_training(config, dense.max_position_embeddings)
+            (unfinished / _TRAINING).write_text(to_yaml(training), encoding="utf-8")
         values = {name: getattr(dense, name) for name in _SHARED}
         values["architectures"] = ["NSAForCausalLM"]
         NSALMConfig.of(config, **values).save_pretrained(unfinished)
         (unfinished / CODE_FILE).write_text(CODE, encoding="utf-8")
     blocks, same = f"{num_selected_blocks} blocks of {block_size}", num_selected_blocks * block_size
     line = f"{target}: {kind} with {blocks}, equal to the dense model for the first {same:,} tokens"
-    index = f"; train its index: nsa train CONFIG --init-from {target} --optim.trained index"
-    return line + index * (scores == "index")
+    train = f"nsa train {target / _TRAINING} --init-from {target} --data.path SHARDS"
+    return line + f"; train its index: {train}" * (scores == "index")
 
 
 def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
@@ -199,6 +205,36 @@ def sparse_config(dense: PretrainedConfig, **pattern: Any) -> LMConfig:
         tie_head=dense.tie_word_embeddings,
         norm_eps=dense.rms_norm_eps,
         init_std=dense.initializer_range,
+    )
+
+
+def index_training(model: LMConfig, longest: int) -> TrainConfig:
+    """Return the configuration that trains an index of a frozen model, in 600 steps.
+
+    Args:
+        model: the sparse model.
+        longest: most tokens of a sequence.
+    """
+    length = min(_SEQUENCE, longest)
+    batch = max(_STEP // length, 1)
+    schedule: dict[str, Any] = {"trained": "index", "lr": 1e-3, "index_warmup_steps": 600}
+    return TrainConfig(
+        model=model,
+        data=DataConfig(source="shards", path="SHARDS", tokenizer="file", document_mask=False),
+        optim=OptimConfig(**schedule, warmup_steps=20, betas=(0.9, 0.95), weight_decay=0.0),
+        steps=600,
+        seq_len=length,
+        micro_batch=batch,
+        accumulation=1,
+        global_batch=batch,
+        compile=True,
+        loss_chunk=_SEQUENCE,
+        telemetry=False,
+        log_every=20,
+        eval_every=0,
+        eval_windows=8,
+        checkpoint_every=0,
+        sample_tokens=0,
     )
 
 

@@ -134,6 +134,8 @@ class RunFolder:
             hint = "Start one with: nsa train CONFIG"
             if near:
                 hint = f"The nearest run is {folder.path.parent / near[0]}."
+            if (folder.path / "config.json").is_file():
+                hint = "It is a folder of transformers: load it there, or train with --init-from."
             rule = "be a folder that a run made (with config.yaml in it)"
             fail(argument, rule, path, hint)
         return folder

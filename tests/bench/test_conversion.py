@@ -13,25 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.conversion import measure, models, table
 from nsa.errors import UserError
-from nsa.hf.convert import sparse_config
 from nsa.hf.tokenizer import as_transformers
 from nsa.train import environment
 from nsa.train.data.tokenizer import SEPARATOR
-from nsa.train.load import load_config
 from tools.evidence_report import read_lines
 
 LENGTHS = (256, 512)
-
-
-def test_configuration() -> None:
-    """It has the model that nsa convert makes of SmolLM2-135M."""
-    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
-    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-    rope = {"rope_type": "default", "rope_theta": 1e5}
-    dense = LlamaConfig(**sizes, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
-    config = load_config("benchmarks/conversion/index.yaml", {})
-    assert config.model == sparse_config(dense, **models.PATTERN, scores="index")
-    assert config.global_batch * config.seq_len == 65_536
 
 
 @pytest.fixture

@@ -130,9 +130,12 @@ def test_a_run_begins_with_a_checkpoint_of_another(run, nsa, refusal):
 def test_a_refused_command_leaves_no_trace_in_a_run(run, nsa, refusal):
     before = contents(run)
     resume = "train --resume run"
+    Path("exported").mkdir()
+    Path("exported/config.json").write_text("{}")
     for words, why in (
         (f"{resume} --optim.lr 1", "optim.lr must stay"),
         (f"{resume} --steps 3", "steps must be at least those done"),
+        ("eval exported", "config.yaml in it), got exported. It is a folder of transformers"),
         (f"{resume} --device cpu --cuda-graphs true", "cuda_graphs must be left at False with"),
         (f"{resume} --micro-batch 2", "global_batch must equal"),
         ("train tiny.yaml --run-dir run", "must not exist yet"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -32,6 +30,7 @@ from nsa.lm.llama import llama_name
 from nsa.lm.model import LanguageModel
 from nsa.rope import Rope
 from nsa.train.data.tokenizer import SEPARATOR
+from nsa.train.load import load_config
 from nsa.train.pretrained import load_initial
 from tests.cli.conftest import nsa as command
 from tests.cli.conftest import refusal
@@ -276,20 +275,20 @@ def test_an_index_is_trained_on_a_frozen_base(tmp_path, monkeypatch, command):
     as_transformers({"separator": SEPARATOR, "tokenizer": None}).save_pretrained(source)
     pattern = "--num-selected-blocks 4 --num-local-blocks 2 --block-size 16"
     said = command(f"convert dense sparse --scores index {pattern}")
-    assert "; train its index: nsa train CONFIG --init-from sparse --optim.trained index" in said
+    line = "; train its index: nsa train sparse/train.yaml --init-from sparse --data.path SHARDS"
+    assert line in said
+    shipped = load_config("sparse/train.yaml", {})
+    assert (shipped.steps, shipped.global_batch * shipped.seq_len) == (600, 65_536)
     Path("texts").mkdir()
     for n in range(30):
         Path(f"texts/{n}.txt").write_text(f"{n} is a number, and {n + 1} too.\n" * 20)
     tokenizer = "--tokenizer file --tokenizer-path sparse/tokenizer.json"
     command(f"data prepare texts {tokenizer} --validation-fraction 0.2 --out shards")
     model = AutoConfig.from_pretrained("sparse").lm
-    data = {"source": "shards", "path": "shards", "tokenizer": "file"}
-    optim = {"trained": "index", "index_lr": 1e-2, "index_warmup_steps": 2}
-    run: dict[str, Any] = {"model": asdict(model), "data": data, "optim": optim}
-    run |= {"steps": 2, "seq_len": 256, "micro_batch": 1, "accumulation": 1, "global_batch": 1}
-    Path("run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run))))
-    short = "--device cpu --compute-dtype fp32 --sample-tokens 0 --eval-windows 1"
-    command(f"train run.yaml --init-from sparse --run-dir run {short}")
+    assert shipped.model == model
+    short = "--steps 2 --seq-len 256 --micro-batch 1 --global-batch 1 --optim.index-lr 1e-2"
+    short += " --device cpu --compute-dtype fp32 --eval-windows 1 --compile false"
+    command(f"train sparse/train.yaml --init-from sparse --data.path shards --run-dir run {short}")
     base = {k: x for file in source.glob("*.safetensors") for k, x in load_file(file).items()}
     trained = load_file(next(Path("run/checkpoints").glob("*2/*.safetensors")))
     for name in dict(LanguageModel(model).named_parameters()):
