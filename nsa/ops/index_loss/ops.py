@@ -14,8 +14,10 @@ from nsa.ops.index_loss.types import IndexLoss, IndexLossInputs
 COUNT = len(IndexLossInputs._fields)
 
 
-def new_state(inputs: IndexLossInputs) -> list[Tensor]:
+def new_state(inputs: IndexLossInputs, *, is_packed: bool = True) -> list[Tensor]:
     """Allocate what the gradient needs, see the kernels of the two phases.
+
+    Packed inputs may have rows that belong to no sequence and are not visited.
 
     Selected blocks: slopes, rows of the index keys, and the order of the selections by block. All
     blocks: the gradient of the index queries, sums over the blocks, and lse. With several index
@@ -24,16 +26,17 @@ def new_state(inputs: IndexLossInputs) -> list[Tensor]:
     q_idx, k_idx, q, k, block_indices = inputs
     (num_q, num_heads, index_dim), num_kv_heads = q_idx.shape, k.shape[1]
     index_heads, shared = num_heads // k_idx.shape[1], num_kv_heads // k_idx.shape[1]
-    # Rows that belong to no sequence are not visited.
     if block_indices is None:
         shape = num_q, num_kv_heads * index_heads, index_dim
         shapes = [shape, (2, num_kv_heads, num_q), (q.shape[1], num_q)]
         state = [q_idx.new_zeros(shape, dtype=torch.float32) for shape in shapes]
     else:
-        slope = q_idx.new_zeros(
-            num_q, num_heads, shared * block_indices.shape[-1], dtype=torch.float32
-        )
-        row = torch.full_like(slope, -1, dtype=torch.int32)
+        shape = num_q, num_heads, shared * block_indices.shape[-1]
+        slope = q_idx.new_empty(shape, dtype=torch.float32)
+        row = torch.empty_like(slope, dtype=torch.int32)
+        if is_packed:
+            slope.zero_()
+            row.fill_(-1)
         state = [slope, row, row.new_empty(block_indices.numel())]
     if index_heads > 1:
         state.append(q_idx.new_zeros(num_heads, num_q, dtype=torch.float32))
@@ -42,7 +45,7 @@ def new_state(inputs: IndexLossInputs) -> list[Tensor]:
 
 def _forward(*flat: Any) -> list[Tensor]:
     inputs, call = open_flat(IndexLossInputs, COUNT, flat)
-    state = new_state(inputs)
+    state = new_state(inputs, is_packed=call.sequences.offsets is not None)
     shape = inputs.q.shape[0], inputs.k.shape[1]
     loss = inputs.q.new_zeros(shape, dtype=torch.float32)
     counts = torch.zeros_like(loss, dtype=torch.int32)
