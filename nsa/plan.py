@@ -272,6 +272,10 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
         read = overlap if pattern.phi != "mean" and pattern.compresses_keys else 0
         attention += (1 + read) * keys + 12 * pattern.num_heads
         attention += _index_bytes(config)
+        if pattern.has_index:  # two numbers of each selection, and two by index head
+            selections = pattern.num_kv_heads * pattern.num_selected_blocks
+            per_key = pattern.scoring.num_heads // pattern.scoring.num_kv_heads
+            attention += 8 * selections * (1 + per_key)
     if _is_masked_dense(config):
         attention += _chunk_bytes(config) + 8 * config.seq_len  # heads; the mask in fp32
     # Before and after the activation; with a gate also the product and, if it is not compiled,

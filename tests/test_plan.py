@@ -197,8 +197,12 @@ SENT, GATHERED, LOGITS = "gradients that are sent", "gathered weights", "logits 
         ),
         (
             "model.nsa.scores=index model.nsa.index_dim=32 model.nsa.index_heads=3",
-            # 6 index queries and 2 keys
-            {ATTENTION: 12 * TOKENS * (5 * 1536 + 2 * 512 + 144 + 3 * 48 + 2 * 128 + 8 * 64)},
+            # 6 index queries and 2 keys, 32 selections with 3 heads
+            {
+                ATTENTION: 12
+                * TOKENS
+                * (5 * 1536 + 2 * 512 + 144 + 3 * 48 + 2 * 128 + 8 * 64 + 8 * 32 * 4)
+            },
         ),
         ("accumulation=2 global_batch=64", {GRADIENTS: 4 * PARAMETERS}),
         ("cuda_graphs=true", {GRADIENTS: 4 * PARAMETERS}),

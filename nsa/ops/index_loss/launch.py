@@ -163,15 +163,21 @@ def forward(
 
 
 def new_chunks(
-    inputs: IndexLossInputs, call: Call, order: Tensor, *, sort: bool
+    inputs: IndexLossInputs, call: Call, order: Tensor, ranked: Tensor, *, sort: bool
 ) -> tuple[InverseIndex, Chunks]:
-    """Inverse index of the selected blocks and its chunks; ``order`` is written if ``sort``."""
+    """Inverse index of the selected blocks and its chunks.
+
+    With ``sort`` the selections are written to ``order`` and their key blocks to ``ranked``;
+    without it the index has no key blocks by selection.
+    """
     ids = inputs.block_indices
     assert ids is not None
     block_size, sequences = call.config.block_size, call.sequences
     index = new_index(ids, sequences, block_size, inputs.k.shape[0], 1, order)
+    if sort:
+        ranked.copy_(index.fill(ids, sequences, block_size, unique=False, sort=True))
     chunks = index.new_chunks(1, chunk_size(ids.numel()))
-    chunks.fill(index.fill(ids, sequences, block_size, unique=False, sort=sort))
+    chunks.fill(ranked)
     return index, chunks
 
 
@@ -200,8 +206,8 @@ def _selected_forward(
     q_idx, k_idx, q, k, block_indices = inputs
     assert block_indices is not None
     check_numbers("block_indices", block_indices.numel(), "selections")
-    slope, row, order = state[:3]
-    index, chunks = new_chunks(inputs, call, order, sort=True)
+    slope, row, order, ranked = state[:4]
+    index, chunks = new_chunks(inputs, call, order, ranked, sort=True)
 
     def plan() -> tuple[IndexSizes, Launch, Launch]:
         constants = constants_of(inputs, call)
@@ -254,7 +260,7 @@ def backward(
         dq = (by_group.sum(2) * factor).to(q_idx.dtype).view(q_idx.shape)
         _key_gradient(inputs, call, dout, state, dk)
         return dq, dk
-    slope, row, order = state[:3]
+    slope, row = state[:2]
     dq = q_idx.new_empty(q_idx.shape)
 
     def plan() -> Launch:
@@ -267,7 +273,7 @@ def backward(
 
     keys = k_idx.contiguous()
     once(plan)(keys, slope, row, dout, dq, num_q * num_heads, float(index_dim**-0.5))
-    _selected_key_gradient(inputs, call, dout, (slope, row, order), dk)
+    _selected_key_gradient(inputs, call, dout, state, dk)
     return dq, dk
 
 
@@ -275,13 +281,13 @@ def _selected_key_gradient(
     inputs: IndexLossInputs,
     call: Call,
     dout: Tensor,
-    state: tuple[Tensor, Tensor, Tensor],
+    state: list[Tensor],
     dk: Tensor,
 ) -> None:
     """Write the gradient of the index keys if selected blocks are attended to."""
     q_idx, k_idx, _, _, _ = inputs
-    slope, row, order = state
-    index, chunks = new_chunks(inputs, call, order, sort=False)
+    slope, row, order, ranked = state[:4]
+    index, chunks = new_chunks(inputs, call, order, ranked, sort=False)
     sequences, block_size, index_dim = call.sequences, call.config.block_size, k_idx.shape[2]
 
     def plan() -> tuple[Launch, Launch]:

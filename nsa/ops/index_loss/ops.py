@@ -19,7 +19,8 @@ def new_state(inputs: IndexLossInputs, *, is_packed: bool = True) -> list[Tensor
 
     Packed inputs may have rows that belong to no sequence and are not visited.
 
-    Selected blocks: slopes, rows of the index keys, and the order of the selections by block. All
+    Selected blocks: slopes, rows of the index keys, the selections in the order of their key
+    blocks, and these. All
     blocks: the gradient of the index queries, sums over the blocks, and lse. With several index
     heads, the last one is their lse of the forced blocks.
     """
@@ -37,7 +38,7 @@ def new_state(inputs: IndexLossInputs, *, is_packed: bool = True) -> list[Tensor
         if is_packed:
             slope.zero_()
             row.fill_(-1)
-        state = [slope, row, row.new_empty(block_indices.numel())]
+        state = [slope, row, *(row.new_empty(block_indices.numel()) for _ in range(2))]
     if index_heads > 1:
         state.append(q_idx.new_zeros(num_heads, num_q, dtype=torch.float32))
     return state
