@@ -273,13 +273,11 @@ def saved_bytes(config: TrainConfig, keeps: Keeps) -> dict[str, int]:
         attention += (1 + read) * keys + 12 * pattern.num_heads
         attention += _index_bytes(config)
         if pattern.has_index:  # two numbers of each selection, and two by index head
-            selections = pattern.num_kv_heads * pattern.num_selected_blocks
-            per_key = pattern.scoring.num_heads // pattern.scoring.num_kv_heads
-            attention += 8 * selections * (1 + per_key)
+            heads = pattern.num_kv_heads * (1 + pattern.index_heads)
+            attention += 8 * heads * pattern.num_selected_blocks
     if _is_masked_dense(config):
         attention += _chunk_bytes(config) + 8 * config.seq_len  # heads; the mask in fp32
-    # Before and after the activation; with a gate also the product and, if it is not compiled,
-    # both factors.
+    # Before and after the activation; with a gate also the product and, uncompiled, both factors.
     results = 2 if model.mlp == "silu" else 3 if config.compile else 4
     # Inputs of attention and MLP, before and after their norms.
     stream = 2 * (4 + element) * model.width

@@ -38,6 +38,7 @@ MAX_SPLITS = 64
 # Maximum number of splits of scored keys if few sequences would leave multiprocessors idle.
 MAX_SCORED_SPLITS = 256
 SPLIT_KEYS = 128
+SCORED_BYTES = 8192
 # Maximum number of compressed or scored keys per program, whatever their total; window programs,
 # which run concurrently, have about as many.
 LONG_SPLIT_KEYS = 512
@@ -352,11 +353,12 @@ def _plan_step(
         block_m = max(block_m, 16)
         # Register limit of a program: outputs, and scores of a step.
         block_n = keys if block_m * width <= MAX_OUTPUTS else keys // 2
+        score_n = max(block_n, min(block_n * SCORED_BYTES // (score_heads.BLOCK_D * 128), 256))
         if is_fp8 and splits.scored:  # the keys of a block share a scale
-            block_n = max(block_n, config.block_size)
+            score_n = max(block_n, config.block_size)
         grid = (groups, programs, cdiv(most, block_m))
         tile = {"S": scoring, "SCORE_HEADS": score_heads, "BLOCK_M": block_m, "BLOCK_N": block_n}
-        tile["FP8"] = is_fp8
+        tile |= {"SCORE_N": score_n, "FP8": is_fp8}
         scan = Launch(decode_scan_kernel, grid, **constants, **tile, **options)
     constants["HAS_CMP"] = cache.v_cmp is not None
     best: tuple[int, ...] = ()

@@ -234,6 +234,7 @@ def decode_scan_kernel(
     SCORE_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SCORE_N: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """Partial results of the compressed branch and the window, and scores.
@@ -315,7 +316,7 @@ def decode_scan_kernel(
                     S,
                     SCORE_HEADS,
                     SPLITS,
-                    BLOCK_N,
+                    SCORE_N,
                     FP8,
                 )
                 let_next_start()

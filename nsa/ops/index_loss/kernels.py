@@ -25,7 +25,6 @@ from nsa.ops._triton.tiles import (
     sequence_rows,
     store_rows,
 )
-from nsa.ops._triton.token_lse import add_weights
 
 
 class IndexSizes(NamedTuple):
@@ -105,6 +104,23 @@ def add_logs(a, b):
 
 
 @triton.jit
+def log_mass(s, scale):
+    """Logarithm, base 2, of the sum of the powers of ``s [M, N] * scale``, ``[M]``."""
+    largest = tl.max(s, 1)
+    none = largest == -float("inf")
+    shift = tl.where(none, 0.0, largest) * scale
+    total = tl.sum(tl.exp2(s * scale - shift[:, None]), 1)
+    return tl.where(none, -float("inf"), shift + tl.log2(tl.where(none, 1.0, total)))
+
+
+@triton.jit
+def first_position(order_ptr, r, num_rows, offset, G: tl.constexpr, SLOTS: tl.constexpr):
+    """Position of the query of row ``r`` of a chunk, of the last row if there are fewer."""
+    selection = tl.load(order_ptr + tl.minimum(r, num_rows - 1) // G)
+    return offset + (selection // SLOTS).to(tl.int32)
+
+
+@triton.jit
 def slope_places(query, key_head, inner, head_kv, slot, SIZES: tl.constexpr):
     """Index in ``[T, Hi, Hkv / Hki * n]`` of slots of KV head ``head_kv`` and an index head."""
     SHARED: tl.constexpr = SIZES.HKV // SIZES.HKI  # KV heads of an index key head
@@ -169,45 +185,46 @@ def index_loss_products_kernel(
         order_ptr = chunks[0] + chunk.begin
         first = chunk.first_selection
         before = tl.program_id(1).to(tl.int64) * num_rows * SLOTS
-        # Selections are loaded one step ahead, because row indices are needed before the rows.
+        last_key = chunk.block * SIZES.BLOCK_SIZE + (tl.program_id(1) + 1) * SIZES.KEYS - 1
+        # Selections are loaded one step ahead, because row indices are needed before the rows. They
+        # are sorted by query, so only the first steps contain queries that do not see all keys.
         k_head = k_ptr + head_kv * stride_k[1]
         k = load_rows(k_head, key_row, key < num_tokens, stride_k[0], SIZES.D, SIZES.BLOCK_D)
         count = chunk.count * G
         ahead = load_order(order_ptr, 0, count, first, G, ROWS, True)
+        start = chunk.t
         for r in tl.range(0, count, ROWS):
-            selection = ahead
+            selection, t = ahead, start
             ahead = load_order(order_ptr, r + ROWS, count, first, G, ROWS, True)
+            start = first_position(order_ptr, r + ROWS, count, offset, G, SLOTS)
             rows = locate_rows(selection, r, count, G, SLOTS, ROWS)
             at = rows.query.to(tl.int64) * stride_q[0] + (head_kv * G + rows.head) * stride_q[1]
             q = load_tile(q_ptr, at, rows.ok, SIZES.D, SIZES.BLOCK_D)  # [ROWS, BLOCK_D]
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * (softmax_scale * LOG2_E)
-            seen = key[None, :] <= (offset + rows.query)[:, None]
-            row_max, total = add_weights(
-                tl.where(seen, s, -float("inf")),
-                tl.full([ROWS], -1e30, tl.float32),
-                tl.zeros([ROWS], tl.float32),
-            )
-            none = total == 0
-            mass = tl.where(none, -float("inf"), row_max + tl.log2(tl.where(none, 1.0, total)))
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if t < last_key:
+                s = tl.where(key[None, :] <= (offset + rows.query)[:, None], s, -float("inf"))
+            mass = log_mass(s, softmax_scale * LOG2_E)
             tl.store(mass_ptr + (before + rows.selection) * G + rows.head, mass, mask=rows.ok)
         k_head = k_idx_ptr + key_head * stride_k_idx[1]
         k = load_rows(k_head, key_row, key < num_tokens, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI)
         count = chunk.count * IH
         ahead = load_order(order_ptr, 0, count, first, IH, ROWS, True)
+        start = chunk.t
         for r in tl.range(0, count, ROWS):
-            selection = ahead
+            selection, t = ahead, start
             ahead = load_order(order_ptr, r + ROWS, count, first, IH, ROWS, True)
+            start = first_position(order_ptr, r + ROWS, count, offset, IH, SLOTS)
             rows = locate_rows(selection, r, count, IH, SLOTS, ROWS)
             head = key_head * IH + rows.head
             at = rows.query.to(tl.int64) * stride_q_idx[0] + head * stride_q_idx[1]
             q = load_tile(q_idx_ptr, at, rows.ok, SIZES.DI, SIZES.BLOCK_DI)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * (index_scale * LOG2_E)
-            seen = key[None, :] <= (offset + rows.query)[:, None]
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if t < last_key:
+                s = tl.where(key[None, :] <= (offset + rows.query)[:, None], s, -float("inf"))
             lowest = tl.full([ROWS], -float("inf"), tl.float32)
-            s = tl.where(seen, s, -float("inf"))
             largest, token = find_largest(s, key_row, lowest, tl.zeros([ROWS], tl.int32))
             place = (before + rows.selection) * IH + rows.head
-            tl.store(largest_ptr + place, largest, mask=rows.ok)
+            tl.store(largest_ptr + place, largest * (index_scale * LOG2_E), mask=rows.ok)
             tl.store(token_ptr + place, token, mask=rows.ok)
 
 

@@ -38,9 +38,9 @@ PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
 # Elements of a tile of queries, heads and slots, and per warp; the most warps.
-TILE_SLOTS, WARP_SLOTS, SLOT_WARPS = 2048, 512, 8
+TILE_SLOTS, WARP_SLOTS, SLOT_WARPS = 512, 512, 8
 # Elements of a tile of keys that several slots of index queries chose.
-TILE_KEYS = 4096
+TILE_KEYS = 8192
 
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
