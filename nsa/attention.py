@@ -21,6 +21,7 @@ from nsa.ops._checks import (
     check_same_count,
     scale_of,
 )
+from nsa.ops._masked_attention import accumulate_dtype
 from nsa.ops._operator import Call
 from nsa.ops._packed import query_positions
 from nsa.ops._sequences import Sequences, open_sequences, pack
@@ -30,8 +31,8 @@ from nsa.ops.statistics import add_statistics
 from nsa.rope import Rope
 
 Phi = tuple[PhiWeights, PhiWeights]
-# Called with the gates [T, Hq, 3] and the block indices [T, Hkv, n] (None if slc is disabled).
-Observer = Callable[["AttentionInputs", Tensor | None], None]
+# Called with the inputs and the block indices [T, Hkv, n] (None if slc is disabled).
+Observer = Callable[[BranchInputs, Tensor | None], None]
 
 
 class AttentionInputs(NamedTuple):
@@ -47,7 +48,7 @@ class AttentionInputs(NamedTuple):
         v_slc: values of the selected branch.
         k_win: rotated keys of the window.
         v_win: values of the window.
-        gates: ``[T, Hq, 3]``.
+        gates: ``[T, Hq, 3]``; None means 1 / the number of branches.
         phi: parameters of the compression of keys and of values.
         q_cmp: queries of the compressed branch and of the scores; None means ``q``.
         q_idx: rotated index queries; None without an index.
@@ -61,7 +62,7 @@ class AttentionInputs(NamedTuple):
     v_slc: Tensor | None
     k_win: Tensor | None
     v_win: Tensor | None
-    gates: Tensor
+    gates: Tensor | None
     phi: Phi | None
     q_cmp: Tensor | None = None
     q_idx: Tensor | None = None
@@ -179,7 +180,7 @@ def attend(
         rope: rotates the compressed keys.
         statistics: tensor from :func:`nsa.ops.statistics.new_statistics`, to which statistics of
             the gates and the selected blocks are added on the device.
-        observer: called with the inputs and the selected blocks that were used.
+        observer: called with the inputs of the branches and the selected blocks that were used.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Returns:
@@ -189,17 +190,18 @@ def attend(
     backend = choose_backend(backend, inputs.q)
     if config.compresses_keys:
         call = replace(call, sequences=call.sequences.with_blocks(config))
-    result = run_attention(compress_inputs(inputs, call, rope, backend), call, backend)
+    branches = compress_inputs(inputs, call, rope, backend)
+    result = run_attention(branches, call, backend)
     if statistics is not None:
         from nsa.ops._triton.tuning import scatter_of
 
         size, index = max(config.head_dim, config.value_dim), inputs.q.device.index
         where = (size, inputs.q.element_size(), index if inputs.q.is_cuda else None)
         threshold = scatter_of("selected_attention_fwd", *where) * config.num_selected_blocks
-        seen = (inputs.gates, result.block_indices, result.tile_stats)
+        seen = (branches.gates, result.block_indices, result.tile_stats)
         add_statistics(statistics, *seen, threshold, config, call.sequences, backend)
     if observer is not None:
-        observer(inputs, result.block_indices)
+        observer(branches, result.block_indices)
     return result
 
 
@@ -226,6 +228,10 @@ def branch_inputs(
     inputs: AttentionInputs, config: NSAConfig, k_cmp: Tensor | None, v_cmp: Tensor | None
 ) -> BranchInputs:
     """Assemble the branch inputs and drop disabled branches."""
+    q, gates = inputs.q, inputs.gates
+    if gates is None:
+        size, dtype = (*q.shape[:2], 3), accumulate_dtype(q)
+        gates = q.new_full(size, 1 / config.num_branches, dtype=dtype)
     k_slc, v_slc, k_win, v_win = inputs.k_slc, inputs.v_slc, inputs.k_win, inputs.v_win
     index = (inputs.q_idx, inputs.k_idx) if config.has_index else (None, None)
     if "slc" not in config.branches:
@@ -233,7 +239,7 @@ def branch_inputs(
     if "win" not in config.branches:
         k_win = v_win = None
     of_branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    return BranchInputs(inputs.q, inputs.q_cmp, *of_branches, inputs.gates, *index)
+    return BranchInputs(q, inputs.q_cmp, *of_branches, gates, *index)
 
 
 def check_inputs(

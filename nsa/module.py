@@ -143,17 +143,14 @@ class Gate(nn.Module):
             self.net = last
 
     @in_stage(GATES)
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | None:
         """Gates ``[T, Hq, 3]``, order (cmp, slc, win), for ``x [T, width]``.
 
-        Gates of a disabled branch are 0.
+        Gates of a disabled branch are 0. None with gate ``fixed``.
         """
-        if self.net is not None and self.columns is not None:
-            return activate(self.net(x), self.columns)
-        gates = x.new_empty(x.shape[0], self.config.num_heads, len(BRANCHES))
-        for branch, name in enumerate(BRANCHES):
-            gates[..., branch] = (name in self.config.branches) / self.config.num_branches
-        return gates
+        if self.net is None or self.columns is None:
+            return None
+        return activate(self.net(x), self.columns)
 
 
 class ProjectedAttention(nn.Module):
@@ -303,7 +300,7 @@ class NativeSparseAttention(ProjectedAttention):
         # Set by telemetry, see `nsa.ops.statistics`. Not a buffer: it is not part of the state, and
         # DDP would broadcast it.
         self.statistics: Tensor | None = None
-        # Set by an inspection: called with gates and block indices in passes without a cache.
+        # Set by an inspection: called with inputs and block indices in passes without a cache.
         self.observer: Observer | None = None
         self.freeze_scoring()
 

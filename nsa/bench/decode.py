@@ -179,7 +179,7 @@ def _cached(
     x = make_inputs(config, [1] * batch, seed=1, dtype=point.dtype, device=point.device)
     is_sparse = config.branches != ("win",)
     sparse = (x.k_cmp_raw, x.v_cmp_raw, x.k_slc, x.v_slc) if is_sparse else [None] * 4
-    gates = x.gates if is_sparse else torch.ones_like(x.gates)
+    gates = x.gates if is_sparse else None
     given = (x.q, *sparse, x.k_win, x.v_win, gates, None, None, x.q_idx, x.k_idx)
     inputs = AttentionInputs._make(given)
     rope, whole = Rope.from_config(config), NSACache(config, 1, batch, max_tokens=point.seq_len)

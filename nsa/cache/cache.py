@@ -491,8 +491,8 @@ class LayerCache:
 
         config = self.config
         append(new_tokens(inputs, tensors), tensors, inputs.phi, rope, config, queries)
-        others = (inputs.q_cmp, inputs.q_idx)
-        q_cmp, q_idx = (None if x is None else x.contiguous() for x in others)
-        heads = (inputs.q.contiguous(), q_cmp, q_idx, inputs.gates.contiguous())
+        others = (inputs.q_cmp, inputs.q_idx, inputs.gates)
+        q_cmp, q_idx, gates = (None if x is None else x.contiguous() for x in others)
+        heads = (inputs.q.contiguous(), q_cmp, q_idx, gates)
         out, self.block_indices = attend(*heads, tensors, config, queries, self.reads)
         return out

@@ -76,9 +76,8 @@ def register(name: str = "nsa", **changes: Any) -> None:
         q = query.transpose(1, 2)[is_new]
         k, v = (x[:, :, : valid.shape[1]].transpose(1, 2)[valid] for x in (key, value))
         sequences = _documents(valid, new, position_ids, cu_seq_lens_q)
-        gates = q.new_full((*q.shape[:2], 3), 1 / len(config.branches))
         module.keys_read = _count_keys(config, sequences)
-        inputs = AttentionInputs(q, k, v, k, v, k, v, gates, None)
+        inputs = AttentionInputs(q, k, v, k, v, k, v, None, None)
         call = Call(config, sequences, size**-0.5 if scaling is None else scaling)
         found = attend(inputs, call, rope=None).out
         out = found.new_zeros(batch, new, *found.shape[1:])

@@ -313,8 +313,10 @@ class StepLayer:
         """Heads of new tokens, and what the gates read."""
         attention, before = self.attention, cache.lengths(sequences, x.shape[0])
         found = attention.split(self.project(x), self.bias, sequences, before)
-        if isinstance(attention, NativeSparseAttention) and not attention.gate.is_linear:
-            x = self.norm(x)  # the gates read the layer's input
+        if isinstance(attention, NativeSparseAttention):
+            gate = attention.gate
+            if gate.net is not None and not gate.is_linear:
+                x = self.norm(x)  # the gates read the layer's input
         return found, x
 
 

@@ -28,8 +28,6 @@ if torch.__version__ >= "2.12":  # older versions always group
 # Windows over a whole cache are rounded up to a multiple of this number of tokens.
 _WINDOWS = 4096
 
-_FEW = 1024  # tokens; larger gate tensors are not cached
-
 # Backends of causal attention without a mask on a GPU, fastest first; the last is for fp32.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -68,18 +66,11 @@ class DenseAttention(ProjectedAttention):
         queries = Heads(config.num_heads, config.head_dim, (True,))
         keys = Heads(config.num_kv_heads, config.head_dim, (True,))
         self.describe_columns([queries, keys, Heads(config.num_kv_heads, config.value_dim)])
-        # Gates of 1 by number of tokens, kept alive for captured steps.
-        self._gates = dict[int, Tensor]()
 
     def attention_inputs(self, found: list[Tensor], x: Tensor) -> AttentionInputs:
-        """Inputs of the decode cache: heads ``[T, H, size]`` of the window, and gates of 1."""
-        (q, k, v), tokens = found, x.shape[0]
-        gates = self._gates.get(tokens)
-        if gates is None or gates.device != x.device:
-            gates = torch.ones(tokens, self.config.num_heads, 3, device=x.device)
-            if tokens <= _FEW:
-                self._gates[tokens] = gates
-        return AttentionInputs(q, None, None, None, None, k, v, gates, None)
+        """Inputs of the decode cache: heads ``[T, H, size]`` of the window, with a gate of 1."""
+        q, k, v = found
+        return AttentionInputs(q, None, None, None, None, k, v, None, None)
 
     def attend_cached(
         self, found: list[Tensor], x: Tensor, sequences: Sequences, cache: LayerCache

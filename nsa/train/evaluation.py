@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nsa.attention import AttentionInputs
 from nsa.config import NSAConfig
 from nsa.errors import check
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops.attention import BranchInputs
 from nsa.ops.index_loss import block_recall
 from nsa.train.data import IGNORED_TARGET, Batch, TextSource, TokenSource, collate, spread
 from nsa.train.data.batch import pack
@@ -139,7 +139,7 @@ def _add_recall(
     sums: Tensor,
     config: NSAConfig,
     cu_seqlens: Tensor,
-    inputs: AttentionInputs,
+    inputs: BranchInputs,
     blocks: Tensor | None,
 ) -> None:
     """Add the mass that the selected blocks keep, and the largest, of some queries of a pass."""

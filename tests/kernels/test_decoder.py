@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.lm.decoder import Decoder
 from nsa.lm.model import LanguageModel
 from nsa.ops.linear import Linear
 from tests.lm.test_decoder import LENGTHS, MIXED, make, texts
 
+# As :func:`nsa.hf.convert` makes them.
+CONVERTED: dict[str, Any] = {"branches": ("slc",), "share_kv": True, "gate": "fixed"}
+# Operators of PyTorch in a step: embeddings, lengths, memory, and copies by the interpreter.
+FOREIGN = {"embedding", "add_", "view", "select", "empty", "new_empty", "set_", "copy_"}
 
-def test_steps(monkeypatch):
-    """Of dense and sparse layers of several patterns."""
-    model: LanguageModel = make(**MIXED, mlp="swiglu").float()
+
+class Names(TorchDispatchMode):
+    """Collects the names of the operators of PyTorch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            self.found.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [MIXED, {**CONVERTED, "scores": "token_max"}, {**CONVERTED, "scores": "index"}],
+    ids=["mixed", "tokens", "index"],
+)
+def test_steps(changes, monkeypatch):
+    """Of dense and sparse layers of several patterns: kernels of the library alone."""
+    model: LanguageModel = make(**changes, mlp="swiglu").float()
     decoder = Decoder(model, 3, max_tokens=100)
     prompts = texts()
     decoder.prefill([text[:n] for text, n in zip(prompts, LENGTHS, strict=True)])
     for place in ("nsa.cache.cache", "nsa.ops.linear", "nsa.ops.projection"):
         monkeypatch.setattr(f"{place}.choose_backend", lambda *_: "triton")
-    logits = decoder.step(
-        torch.tensor([text[n : n + 2] for text, n in zip(prompts, LENGTHS, strict=True)])
-    )
+    tokens = torch.tensor([text[n : n + 2] for text, n in zip(prompts, LENGTHS, strict=True)])
+    with Names() as names:
+        logits = decoder.step(tokens)
+    assert names.found <= FOREIGN
     monkeypatch.undo()
     for b, n in enumerate(LENGTHS):
         whole = model(torch.tensor(prompts[b][: n + 2])).detach()[n:]

@@ -58,6 +58,7 @@ def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
         config.window_size,
         0 if cache.k_win is None else cache.k_win.shape[0] // cache.num_sequences,
         config.num_selected_blocks,
+        config.num_branches,
     )
 
 
@@ -174,7 +175,7 @@ def attend(
     q: Tensor,
     q_cmp: Tensor | None,
     q_idx: Tensor | None,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: CacheTensors,
     config: NSAConfig,
     queries: int,
@@ -186,7 +187,7 @@ def attend(
         q: rotated queries ``[B * queries, Hq, D]``, contiguous.
         q_cmp: queries of the compressed branch and the block scores; None means ``q``.
         q_idx: rotated index queries, contiguous; None without an index.
-        gates: ``[B * queries, Hq, 3]``, contiguous.
+        gates: ``[B * queries, Hq, 3]``, contiguous; None means 1 / the number of branches.
         cache: the layer's cache; ``lengths`` do not include the new tokens yet.
         config: the sparse pattern.
         queries: tokens per sequence.
@@ -235,7 +236,7 @@ def _attend(
     q: Tensor,
     q_cmp: Tensor | None,
     q_idx: Tensor | None,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: CacheTensors,
     config_text: str,
     queries: int,
@@ -290,7 +291,7 @@ def _attend(
 
 def _select(
     plan: _StepPlan,
-    gates: Tensor,
+    gates: Tensor | None,
     cache: CacheTensors,
     config: NSAConfig,
     scored: tuple[Tensor, Tensor],
@@ -301,7 +302,8 @@ def _select(
     (scores, score_lse), (part, lse) = scored, parts
     groups, _, rows, value_dim = plan.parts
     best = lse.new_empty(plan.best, dtype=torch.int64)
-    shape = (gates.shape[0], config.num_kv_heads, config.num_selected_blocks)
+    num_tokens = groups * rows // config.num_heads
+    shape = (num_tokens, config.num_kv_heads, config.num_selected_blocks)
     ids = lse.new_empty(shape, dtype=torch.int32)
     others = lse.new_empty(groups, rows, value_dim)
     plan.select(

@@ -28,6 +28,7 @@ class Pattern(NamedTuple):
         WINDOW: window size, in tokens.
         RING: tokens in the ring buffer of the window.
         N: selected blocks per query.
+        BRANCHES: enabled branches.
     """
 
     HKV: int
@@ -39,6 +40,7 @@ class Pattern(NamedTuple):
     WINDOW: int
     RING: int
     N: int
+    BRANCHES: int
 
 
 class Splits(NamedTuple):
@@ -126,9 +128,12 @@ def store_partial(out_ptr, lse_ptr, at, ok, out, lse, DV: tl.constexpr):
 
 
 @triton.jit
-def load_gate(gates_ptr, place, ok, BRANCH: tl.constexpr):
-    """Gates ``[M]`` of one branch for the query heads at ``place``."""
-    return tl.load(gates_ptr + place * 3 + BRANCH, mask=ok, other=0.0).to(tl.float32)
+def load_gate(gates_ptr, place, ok, BRANCH: tl.constexpr, P: tl.constexpr):
+    """Gates ``[M]`` of one branch for the query heads at ``place``; equal ones if None."""
+    if gates_ptr is None:
+        return tl.full(place.shape, 1.0 / P.BRANCHES, tl.float32)
+    else:
+        return tl.load(gates_ptr + place * 3 + BRANCH, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -138,7 +143,7 @@ def gated_branch(
     before,
     BRANCH: tl.constexpr,
     NUM: tl.constexpr,
-    ROWS: tl.constexpr,
+    P: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -148,6 +153,7 @@ def gated_branch(
     """
     out_ptr, lse_ptr, first = parts
     gates_ptr, place, row, ok = rows
+    ROWS: tl.constexpr = P.QUERIES * P.G
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     d = tl.arange(0, BLOCK_DV)
     largest = tl.full(row.shape, -1e30, tl.float32)
@@ -170,7 +176,7 @@ def gated_branch(
         acc = acc * scale[:, None] + tl.sum(x * weight[:, :, None], 0)
         total = total * scale + tl.sum(weight, 0)
         largest = new_largest
-    gate = load_gate(gates_ptr, place, ok, BRANCH)
+    gate = load_gate(gates_ptr, place, ok, BRANCH, P)
     return acc * (gate / tl.where(total == 0, 1.0, total))[:, None]
 
 
@@ -185,12 +191,11 @@ def gated_sum(
     BLOCK_S: tl.constexpr,
 ):
     """Gated sum ``[M, BLOCK_DV]`` of the compressed branch and the window."""
-    ROWS: tl.constexpr = P.QUERIES * P.G
     _, _, row, _ = rows
     BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
     out = tl.zeros([row.shape[0], BLOCK_DV], tl.float32)
     if SPLITS.cmp * HAS_CMP > 0:
-        out += gated_branch(parts, rows, 0, 0, SPLITS.cmp, ROWS, HEADS, BLOCK_S)
+        out += gated_branch(parts, rows, 0, 0, SPLITS.cmp, P, HEADS, BLOCK_S)
     if SPLITS.win > 0:
-        out += gated_branch(parts, rows, SPLITS.cmp, 2, SPLITS.win, ROWS, HEADS, BLOCK_S)
+        out += gated_branch(parts, rows, SPLITS.cmp, 2, SPLITS.win, P, HEADS, BLOCK_S)
     return out

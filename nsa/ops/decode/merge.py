@@ -155,7 +155,7 @@ def decode_merge_kernel(
         let_next_start()
         others = others_ptr + group.to(tl.int64) * (ROWS * HEADS.DV)
         if SPLITS.slc == 1:
-            y = out * load_gate(gates_ptr, place_m, ok_m, 1)[:, None]
+            y = out * load_gate(gates_ptr, place_m, ok_m, 1, P)[:, None]
             y += load_rows(others, row_m, ok_m, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
             store_rows(out_ptr, place_m, ok_m, y, HEADS.DV)
         else:
@@ -164,6 +164,6 @@ def decode_merge_kernel(
             store_partial(partial_ptr, lse_ptr, at, ok_m, out, lse, HEADS.DV)
             counter = counter_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
             if is_last(counter, SPLITS.slc):
-                y = gated_branch(parts, rows, before, 1, SPLITS.slc, ROWS, HEADS, BLOCK_S)
+                y = gated_branch(parts, rows, before, 1, SPLITS.slc, P, HEADS, BLOCK_S)
                 y += load_rows(others, row, ok, HEADS.DV, HEADS.DV, HEADS.BLOCK_DV)
                 store_rows(out_ptr, place, ok, y, HEADS.DV)

@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa.attention import AttentionInputs
 from nsa.config import BRANCHES, NSAConfig
 from nsa.errors import check
 from nsa.files import new_file
 from nsa.lm.config import LMConfig
 from nsa.lm.model import LanguageModel
 from nsa.module import NativeSparseAttention
+from nsa.ops.attention import BranchInputs
 from nsa.ops.index_loss import block_recall, index_loss
 from nsa.train.checkpoint import find_checkpoint
 from nsa.train.config import TrainConfig
@@ -155,9 +155,7 @@ def inspect_text(
     """
     found = list[Layer]()
 
-    def observe(
-        layer: int, config: NSAConfig, inputs: AttentionInputs, blocks: Tensor | None
-    ) -> None:
+    def observe(layer: int, config: NSAConfig, inputs: BranchInputs, blocks: Tensor | None) -> None:
         ids, selection = np.empty((0, 0, 0), np.int32), None
         if blocks is not None:
             ids = blocks.cpu().numpy()
@@ -196,7 +194,7 @@ def gate_figures(gates: Tensor, config: NSAConfig) -> dict[str, dict[str, Any]]:
 
 
 def recall_figures(
-    inputs: AttentionInputs, blocks: Tensor, config: NSAConfig
+    inputs: BranchInputs, blocks: Tensor, config: NSAConfig
 ) -> dict[str, float | None]:
     """``recall`` and ``index_loss`` of :class:`Layer`.
 
