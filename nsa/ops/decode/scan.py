@@ -134,9 +134,51 @@ def window_split(
 
 
 @triton.jit
-def scored_split(
+def scored_step(
+    k,
+    start,
+    end,
     q,
+    low_q,
+    q_scale,
+    state,
     query,
+    scores_ptr,
+    at,
+    most_blocks,
+    scale,
+    forced_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Add the keys ``k [N, D]`` from ``start`` on to the state of ``scored_split``."""
+    row_max, total, largest = state
+    _, ok, t = query
+    BLOCK_N: tl.constexpr = k.shape[0]
+    PER: tl.constexpr = largest.shape[1]
+    key = start + tl.arange(0, BLOCK_N)
+    s = products(q, k, False)  # [M, BLOCK_N]
+    score = s
+    if FP8:
+        low, k_scale = round_rows(k, BLOCK_SIZE)
+        score = apply_scales(products(low_q, low, False), q_scale, k_scale, True)
+    here = block_maxima(score, BLOCK_N // PER)
+    if BLOCK_N < BLOCK_SIZE:
+        here = tl.maximum(here, tl.where(start % BLOCK_SIZE == 0, -float("inf"), largest))
+        largest = here
+    block = start // BLOCK_SIZE + tl.arange(0, PER)
+    exists = ok[:, None] & (block * BLOCK_SIZE < end)[None, :]
+    tl.store(scores_ptr + at[:, None] * most_blocks + block[None, :], here, mask=exists)
+    row_max, total = add_tokens(
+        s * scale, key, key < end, t, row_max, total, forced_blocks, BLOCK_SIZE
+    )
+    return row_max, total, largest
+
+
+@triton.jit
+def scored_split(
+    q_ptr,
+    row,
     k_ptr,
     scores_ptr,
     table_ptr,
@@ -150,58 +192,89 @@ def scored_split(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Log-sum-exp of the forced tokens in a program's share of the pages.
+    """Log-sum-exp of the forced tokens in a program's share of the pages, and which rows exist.
 
     ``P`` and ``HEADS`` are those of the queries and keys that score blocks. Stores the largest
     unscaled product of each block, with ``FP8`` that of rounded rows: a step then has whole blocks,
     whose keys share a scale. Products with tokens after the query belong to its own block,
     which is forced, or to later blocks.
+
+    Keys of the first step that earlier steps have cached are loaded before the previous kernel has
+    ended.
     """
     b, head, cached, table_width, most_blocks = where
-    row, ok, t = query
     BLOCK_SIZE: tl.constexpr = P.BLOCK_SIZE
     WHOLE: tl.constexpr = max(BLOCK_N, BLOCK_SIZE)  # shares consist of whole blocks and steps
     PER: tl.constexpr = WHOLE // BLOCK_SIZE  # blocks per step; a step may be a part of one
+    D: tl.constexpr = HEADS.D
     tokens = cached + P.QUERIES
     share = tl.cdiv(tl.cdiv(tokens, SPLITS.scored), WHOLE) * WHOLE
     begin = (tl.program_id(1) - SPLITS.cmp - SPLITS.win) * share
     end = tl.minimum(begin + share, tokens)
-    row_max = tl.full([q.shape[0]], -1e30, tl.float32)
-    total = tl.zeros([q.shape[0]], tl.float32)
-    largest = tl.full([q.shape[0], PER], -float("inf"), tl.float32)
+    key = begin + tl.arange(0, BLOCK_N)
+    at = page_rows(table_ptr, b, table_width, key, key < end, BLOCK_SIZE) * P.HKV + head
+    k = load_rows(k_ptr, at, key < tl.minimum(end, cached), D, D, HEADS.BLOCK_D)
+    wait_for_inputs(AT_ONCE=False)
+    if (begin + BLOCK_N > cached) & (begin < end):
+        k = load_rows(k_ptr, at, key < end, D, D, HEADS.BLOCK_D)
+    ok, place, t = query_rows(row, b, head, cached, P)
+    q = load_rows(q_ptr, place, ok, D, D, HEADS.BLOCK_D)
+    low_q, q_scale = q, 0.0
     if FP8:
         low_q, q_scale = round_rows(q, 1)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
-    key = begin + tl.arange(0, BLOCK_N)
+    state = (
+        tl.full([q.shape[0]], -1e30, tl.float32),
+        tl.zeros([q.shape[0]], tl.float32),
+        tl.full([q.shape[0], PER], -float("inf"), tl.float32),
+    )
+    key += BLOCK_N
     # Page lookups run one step ahead, so that loads of keys can be pipelined.
     at = page_rows(table_ptr, b, table_width, key, key < end, BLOCK_SIZE) * P.HKV + head
-    for start in tl.range(begin, end, BLOCK_N):
+    state = scored_step(
+        k,
+        begin,
+        end,
+        q,
+        low_q,
+        q_scale,
+        state,
+        (row, ok, t),
+        scores_ptr,
+        group,
+        most_blocks,
+        scale,
+        forced_blocks,
+        BLOCK_SIZE,
+        FP8,
+    )
+    for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         ahead = key + BLOCK_N
         next_row = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE)
-        k = load_rows(k_ptr, at, key < end, HEADS.D, HEADS.D, HEADS.BLOCK_D)
-        s = products(q, k, False)  # [M, BLOCK_N]
-        score = s
-        if FP8:
-            low, k_scale = round_rows(k, BLOCK_SIZE)
-            score = apply_scales(products(low_q, low, False), q_scale, k_scale, True)
-        here = block_maxima(score, BLOCK_N // PER)
-        if BLOCK_N < BLOCK_SIZE:
-            here = tl.maximum(here, tl.where(start % BLOCK_SIZE == 0, -float("inf"), largest))
-            largest = here
-        block = start // BLOCK_SIZE + tl.arange(0, PER)
-        tl.store(
-            scores_ptr + group[:, None] * most_blocks + block[None, :],
-            here,
-            mask=ok[:, None] & (block * BLOCK_SIZE < end)[None, :],
-        )
-        row_max, total = add_tokens(
-            s * scale, key, key < end, t, row_max, total, forced_blocks, BLOCK_SIZE
+        k = load_rows(k_ptr, at, key < end, D, D, HEADS.BLOCK_D)
+        state = scored_step(
+            k,
+            start,
+            end,
+            q,
+            low_q,
+            q_scale,
+            state,
+            (row, ok, t),
+            scores_ptr,
+            group,
+            most_blocks,
+            scale,
+            forced_blocks,
+            BLOCK_SIZE,
+            FP8,
         )
         at = next_row * P.HKV + head
     if tl.program_id(2) == 0:
         count_reads(reads_ptr, tl.program_id(0), tl.maximum(end - begin, 0), 3)
-    return softmax_lse(row_max, total)
+    row_max, total, _ = state
+    return softmax_lse(row_max, total), ok
 
 
 @kernel(do_not_specialize=CAPACITIES)
@@ -246,7 +319,6 @@ def decode_scan_kernel(
     of blocks if tokens are scored, as ``[B * Hkv, T * G, most_blocks]``, and the log-sum-exp of the
     forced tokens as ``[B * Hkv, scored, T * G]``. Scores have the heads of the pattern ``S``.
     """
-    wait_for_inputs(AT_ONCE=False)
     b = tl.program_id(0) // P.HKV
     head = tl.program_id(0) % P.HKV
     split = tl.program_id(1)
@@ -260,6 +332,7 @@ def decode_scan_kernel(
     at = share.to(tl.int64) * (P.QUERIES * P.G) + row
     if split < SPLITS.cmp:
         if SPLITS.cmp > 0:
+            wait_for_inputs(AT_ONCE=False)
             q = load_rows(q_cmp_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
             out, lse = compressed_split(
                 q,
@@ -281,6 +354,7 @@ def decode_scan_kernel(
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
     elif split < SPLITS.cmp + SPLITS.win:
         if SPLITS.win > 0:
+            wait_for_inputs(AT_ONCE=False)
             q = load_rows(q_ptr, place, ok, HEADS.D, HEADS.D, HEADS.BLOCK_D)
             out, lse = window_split(
                 q,
@@ -298,14 +372,11 @@ def decode_scan_kernel(
             let_next_start()
             store_partial(out_ptr, lse_ptr, at, ok, out, lse, HEADS.DV)
     else:
-        if SPLITS.scored > 0:
-            ok_s, place_s, t_s = query_rows(row, b, head, cached, S)
+        if SPLITS.scored > 0:  # noqa: SIM102  `and` of a constant and a tensor
             if head < S.HKV:
-                D: tl.constexpr = SCORE_HEADS.D
-                q_s = load_rows(q_score_ptr, place_s, ok_s, D, D, SCORE_HEADS.BLOCK_D)
-                lse_s = scored_split(
-                    q_s,
-                    (row, ok_s, t_s),
+                lse_s, ok_s = scored_split(
+                    q_score_ptr,
+                    row,
                     k_score_ptr,
                     scores_ptr,
                     table_ptr,

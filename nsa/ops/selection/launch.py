@@ -32,8 +32,8 @@ USUAL_KEYS = 4
 # Least tokens, and most bytes of keys, in one product of the scores by tokens.
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 32 * 1024
-# Tokens per product of the log-sum-exp over forced blocks.
-LSE_KEYS = 32
+# Tile of the log-sum-exp over forced blocks, and that of fp32 or heads wider than 128.
+LSE_TILE, LSE_WIDE = Tile(64, 64, 4, 2), Tile(64, 32, 8, 1)
 # Most scores in one step of the selection by tokens or at random.
 STEP_SCORES = 2048
 # Blocks in one step of the selection at random.
@@ -185,18 +185,19 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         # The scores and the ranking of a step stay in registers.
         tile = tile._replace(rows=max(16, min(tile.rows, STEP_SCORES // step)), keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
+        of_lse = LSE_WIDE if q.element_size() > 2 or q.shape[2] > 128 else LSE_TILE
         first = token_lse(
             q,
             k,
             keys.softmax_scale,
             sequences,
             config,
-            queries=tile.rows,
-            keys=LSE_KEYS,
+            queries=of_lse.rows,
+            keys=of_lse.keys,
             forced=True,
             natural=True,
-            num_stages=1,
-            **tile.launch_options(),
+            num_stages=of_lse.stages,
+            **of_lse.launch_options(),
         )
         constants = constants_of(low, low_k, keys, selection, tile)
         # Whole blocks, or a part of one if its keys do not fit. Queries that are loaded for each
