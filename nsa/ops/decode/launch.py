@@ -36,9 +36,10 @@ MAX_BLOCKS, MAX_HEADS = 2048, 16
 MAX_RANKED = 256
 MAX_SPLITS = 64
 # Maximum number of splits of scored keys if few sequences would leave multiprocessors idle.
-MAX_SCORED_SPLITS = 256
+MAX_SCORED_SPLITS = 512
 SPLIT_KEYS = 128
-SCORED_BYTES = 8192
+# Bytes of scored keys per step.
+SCORED_BYTES = 16_384
 # Maximum number of compressed or scored keys per program, whatever their total; window programs,
 # which run concurrently, have about as many.
 LONG_SPLIT_KEYS = 512
@@ -355,7 +356,7 @@ def _plan_step(
         block_m = max(block_m, 16)
         # Register limit of a program: outputs, and scores of a step.
         block_n = keys if block_m * width <= MAX_OUTPUTS else keys // 2
-        score_n = max(block_n, min(block_n * SCORED_BYTES // (score_heads.BLOCK_D * 128), 256))
+        score_n = max(block_n, min(SCORED_BYTES // (score_heads.BLOCK_D * element_size), 256))
         if is_fp8 and splits.scored:  # the keys of a block share a scale
             score_n = max(block_n, config.block_size)
         grid = (groups, programs, cdiv(most, block_m))

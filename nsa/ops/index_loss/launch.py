@@ -37,10 +37,12 @@ from nsa.ops.index_loss.types import IndexLossInputs
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
+# Most selections in a chunk of products.
+PRODUCT_CHUNK = 512
 # Elements of a tile of queries, heads and slots, and per warp; the most warps.
 TILE_SLOTS, WARP_SLOTS, SLOT_WARPS = 512, 512, 8
 # Elements of a tile of keys that several slots of index queries chose.
-TILE_KEYS = 8192
+TILE_KEYS = 16_384
 
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
@@ -176,7 +178,8 @@ def new_chunks(
     index = new_index(ids, sequences, block_size, inputs.k.shape[0], 1, order)
     if sort:
         ranked.copy_(index.fill(ids, sequences, block_size, unique=False, sort=True))
-    chunks = index.new_chunks(1, chunk_size(ids.numel()))
+    size = chunk_size(ids.numel())
+    chunks = index.new_chunks(1, min(size, PRODUCT_CHUNK) if sort else size)
     chunks.fill(ranked)
     return index, chunks
 
