@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,3 +82,20 @@ def test_lists(monkeypatch, dtype, past, word, group, rows):
 
 def test_words_hold_64_blocks_at_most():
     assert [word_of(n) for n in (1, 32, 33, 64, 65, 4096)] == [32, 32, 64, 64, 0, 0]
+
+
+def test_warps_of_all_groups(monkeypatch):
+    """A GPU takes a power of two, which the interpreter does not check."""
+    warps = set[int]()
+
+    def note(*_: object, num_warps: int, **__: object) -> object:
+        warps.add(num_warps)
+        return lambda *_: None
+
+    monkeypatch.setattr(selected_index, "Launch", note)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    where = Sequences((cu, cu), 1, 4, 4, cu.device)
+    for group, slots, rows in product(range(1, 13), (5, 16, 24, 64), (16, 64, 128)):
+        blocks = torch.zeros(4, 1, slots, dtype=torch.int32)
+        make_lists(blocks, where, group, BLOCK_SIZE, rows, None)
+    assert warps == {1, 2, 4, 8}

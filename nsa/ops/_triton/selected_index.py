@@ -325,7 +325,7 @@ def make_lists(
             PAD_N=pad_n,
             COUNTED=scatter is not None,
             WORD=word_of(num_blocks),
-            num_warps=max(1, min(8, queries * pad_n // 256)),
+            num_warps=1 << min(max(queries * pad_n // 256, 1).bit_length() - 1, 3),
         )
         return num_lists, list_len, launch
 

@@ -189,8 +189,8 @@ def over_chunks(
 ) -> tuple[IndexSizes, Launch]:
     """Sizes and launch of a kernel with one program per chunk and part of its block."""
     block_size = call.config.block_size
-    tile = tile._replace(max_registers=MOST_REGISTERS)  # limits are measured for other kernels
     sizes = sizes_of(inputs, call)
+    tile = tile._replace(max_registers=MOST_REGISTERS)  # limits are measured for other kernels
     sizes = sizes._replace(QUERIES=tile.rows, KEYS=min(tile.keys, block_size))
     blocks = SelectedBlocks(sizes.N, block_size, 0.0)
     options = {"num_stages": tile.stages, **tile.launch_options(), **constants}
@@ -218,6 +218,8 @@ def _selected_forward(
         named = [key for key in constants if key.startswith("stride") or key.endswith("_scale")]
         products = {key: constants[key] for key in named}
         tile = tile_for("selected_gather_fwd", q, q_idx)
+        if q.element_size() == 2 and max(q.shape[2], q_idx.shape[2]) <= 64:
+            tile = tile._replace(rows=2 * tile.rows)  # no output needs registers
         sizes, gather = over_chunks(
             index_loss_products_kernel, tile, inputs, call, chunks, **products
         )

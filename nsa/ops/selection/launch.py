@@ -29,14 +29,13 @@ from nsa.ops.selection.token_max import select_token_max_kernel
 
 # Compressed keys per block in the tile measurements: 64 tokens, one key per 16 tokens.
 USUAL_KEYS = 4
-# Least tokens, those for at most FEW_HEADS heads of a group, and most bytes of keys, in one product
-# of the scores by tokens; most products per warp.
-PRODUCT_KEYS, FEW_HEADS = 64, 3
-PRODUCT_BYTES, WARP_PRODUCTS = 32 * 1024, 2048
+# Least tokens, and most bytes of keys, in one product of the scores by tokens; heads of a group for
+# which products have more tokens, as many as registers allow.
+PRODUCT_KEYS, PRODUCT_BYTES, FEW_HEADS = 64, 32 * 1024, 3
 # Tile of the log-sum-exp over forced blocks, and that of fp32 or heads wider than 128.
 LSE_TILE, LSE_WIDE = Tile(64, 64, 4, 2), Tile(64, 32, 8, 1)
-# Most scores in one step of the selection by tokens, per warp, and of that at random.
-WARP_SCORES, STEP_SCORES = 512, 2048
+# Most scores in one step of the selection by tokens or at random.
+STEP_SCORES = 2048
 # Blocks in one step of the selection at random.
 RANDOM_BLOCKS = 32
 # Limit on the shared memory for queries that stay on chip, for each query of a tile.
@@ -184,8 +183,11 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         tile = tile_for("select_token_max", q, k)
         step = max(tile.keys, next_power_of_2(selection.num_blocks))
         # The scores and the ranking of a step stay in registers.
-        most_rows = WARP_SCORES * tile.warps // step
-        tile = tile._replace(rows=max(16, min(tile.rows, most_rows)), keys=step)
+        num_rows = max(16, min(tile.rows, STEP_SCORES // step))
+        if num_rows < tile.rows:  # each warp has as many rows, and needs more registers for scores
+            fewer = max(4, tile.warps * num_rows // tile.rows)
+            tile = tile._replace(rows=num_rows, warps=fewer, max_registers=MOST_REGISTERS)
+        tile = tile._replace(keys=step)
         tiles = sequences.num_tiles(q.shape[0], tile.rows, sequences.len_q)
         of_lse = LSE_WIDE if q.element_size() > 2 or q.shape[2] > 128 else LSE_TILE
         first = token_lse(
@@ -208,10 +210,10 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
         if more > 1:
             constants["maxnreg"] = MOST_REGISTERS
         most = min(more, 2) * PRODUCT_BYTES // (block_of(k.shape[2]) * low_k.element_size())
-        least = more * PRODUCT_KEYS
+        columns = max(more * PRODUCT_KEYS, selection.block_size)
         if more == 1 and q.shape[1] <= FEW_HEADS * k.shape[1]:
-            least = max(least, min(2 * least, WARP_PRODUCTS * tile.warps // tile.rows))
-        columns = max(least, selection.block_size)
+            is_limited = (tile.max_registers or MOST_REGISTERS) < MOST_REGISTERS
+            columns = max(columns, PRODUCT_KEYS * (2 if is_limited else 4))
         columns = min(columns, max(most, 16), step * selection.block_size)
         second = Launch(select_token_max_kernel, (tiles, k.shape[1]), **constants, COLUMNS=columns)
         return first, second
