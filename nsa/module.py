@@ -491,6 +491,8 @@ class NativeSparseAttention(ProjectedAttention):
             assert k is not None
             blocks = result.block_indices if ranked == "selected" else None
             given = IndexLossInputs(q_idx, k_idx, inputs.q.detach(), k.detach(), blocks)
+            if blocks is not None:
+                given = given._replace(lse=result.lse_slc, order=result.order)
             loss = run_index_loss(given, call, choose_backend("auto", x))
         with stage(PROJECTION):
             return self.o_proj(result.out.flatten(-2)), loss

@@ -224,7 +224,7 @@ def _attention_with_loss(x: Tensors, config: NSAConfig, backend: str) -> tuple[T
     result = attend(inputs, call, rope=Rope.from_config(config), backend=backend)
     q_idx, k_idx, *others = (packed[name] for name in (*INDEX_INPUTS, "q", "k_slc"))
     q, k = (y.detach() for y in others)
-    given = IndexLossInputs(q_idx, k_idx, q, k, result.block_indices)
+    given = IndexLossInputs(q_idx, k_idx, q, k, result.block_indices, result.lse_slc, result.order)
     return sequences.restore(result.out), run_index_loss(given, call, backend).total
 
 

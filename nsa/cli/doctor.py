@@ -18,6 +18,7 @@ from nsa.errors import check
 from nsa.extras import CORE, EXTRAS, install_command, missing
 from nsa.module import NativeSparseAttention
 from nsa.ops._backend import LEAST_CAPABILITY, choose_backend, is_too_old
+from nsa.ops._layout import always_tiled
 from nsa.ops._triton.tuning import (
     LONG_KEYS,
     TABLES,
@@ -28,7 +29,6 @@ from nsa.ops._triton.tuning import (
     load_table,
     scatter_of,
 )
-from nsa.ops.selected.types import always_tiled
 from nsa.train import environment
 
 _PROBE = NSAConfig(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)

@@ -17,6 +17,10 @@ from torch import Tensor
 ALIGNMENT = 16
 
 
+# Queries per tile: the number of bits of a query mask.
+MAX_QUERIES = 32
+
+
 class Heads(NamedTuple):
     """Head counts and sizes, passed to attention kernels as compile-time constants.
 
@@ -110,3 +114,31 @@ def packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     torch._foreach_copy_(whole[:used].split(rows), list(weights))
     whole[used:].zero_()
     return whole
+
+
+def always_tiled(
+    algorithm: str,
+    group_size: int,
+    n: int,
+    len_q: int,
+    len_k: int,
+    block_size: int,
+    scatter: float,
+) -> bool:
+    """Whether the tiled algorithm runs regardless of the selection.
+
+    Args:
+        algorithm: ``tiled``, ``gathered``, or ``auto``: tiled if the shapes bound the lists to be
+            short, otherwise chosen on the device by the selection.
+        group_size: query heads per KV head.
+        n: slots of a query.
+        len_q: upper bound on the query lengths.
+        len_k: upper bound on the key lengths, in tokens.
+        block_size: tokens of a block.
+        scatter: threshold of the forward, see :func:`nsa.ops._triton.tuning.scatter_of`.
+    """
+    queries = min(max(64 // group_size, 1), MAX_QUERIES)  # whole ones in a tile of 64 rows
+    blocks = -(-len_k // block_size)
+    # Averaged over all positions, queries see half of the blocks.
+    longest = min(queries * n, blocks if len_q < len_k else (blocks + 1) // 2)
+    return algorithm == "tiled" or (algorithm == "auto" and longest <= scatter * n)

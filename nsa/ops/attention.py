@@ -126,11 +126,14 @@ class AttentionResult(NamedTuple):
         block_indices: the selected blocks, int32 ``[T, Hkv, n]``; None without the selected branch.
         tile_stats: int64 ``[2]``: counters that determined the algorithm of the selected branch, 0
             if it was determined by shapes alone; None without the branch and for the reference.
+        lse_slc, order: see ``AttentionResults``; None like ``tile_stats``.
     """
 
     out: Tensor
     block_indices: Tensor | None
-    tile_stats: Tensor | None
+    tile_stats: Tensor | None = None
+    lse_slc: Tensor | None = None
+    order: Tensor | None = None
 
 
 class AttentionResults(NamedTuple):
@@ -334,7 +337,7 @@ def attention_by_branch(
     if (window := inputs.window) is not None:
         out_win, _ = run_window_attention(window, window_call or call, backend)
     out = combine(out_cmp, out_slc, out_win, inputs.gates, backend=backend)
-    return AttentionResult(out, block_indices, None)
+    return AttentionResult(out, block_indices)
 
 
 def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionResult:
@@ -348,5 +351,6 @@ def run_attention(inputs: BranchInputs, call: Call, backend: str) -> AttentionRe
         return attention_by_branch(inputs, call, backend)
     results = attention_op(inputs.shared(), call)
     if inputs.k_slc is None:
-        return AttentionResult(results.out, None, None)
-    return AttentionResult(results.out, results.block_indices, results.tile_stats)
+        return AttentionResult(results.out, None)
+    found = (results.out, results.block_indices, results.tile_stats)
+    return AttentionResult(*found, results.lse_slc, results.order)

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nsa.ops._operator import Call
+from nsa.ops._sequences import Sequences
+from nsa.ops._triton import tuning
 from nsa.ops._triton.tuning import tiles_chosen_by
-from nsa.ops.index_loss import index_loss, launch
+from nsa.ops.index_loss import IndexLossInputs, index_loss, launch, run_index_loss
+from nsa.ops.selected import selected_attention_op
+from nsa.ops.selected.types import SelectedInputs
 from tests.kernels.test_operators import heads
 from tests.ops.cases import leaf
 from tests.ops.index_loss import Head, check_index_loss, inputs_of, run_loss
@@ -53,6 +58,33 @@ def test_products_with_a_part_of_a_block(selected, monkeypatch):
     case = Case(heads(2, block_size=64), (330,), (40,))
     with tiles_chosen_by(lambda _, tile: tile._replace(rows=16, keys=16)):
         check_index_loss(case, Head(2, dim=16, selected=selected))
+
+
+@pytest.mark.parametrize("scatter", [0.0, 100.0], ids=["sorted", "tiled"])
+@pytest.mark.parametrize("name", ["G 1", "G 6", "shared, 3 heads", "dense", "forced 2 2"])
+def test_results_of_the_branch(name, scatter, monkeypatch):
+    """With lse and order of the selected branch the loss is the same."""
+    monkeypatch.setattr(tuning, "SCATTER", dict.fromkeys(tuning.SCATTER, scatter))
+    case, head = CASES[name]
+    (q_idx, k_idx, q, k), ids = inputs_of(case, head)
+    assert ids is not None
+    x = case.inputs()
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
+    longest = max(case.queries), max(case.lengths_k)
+    sequences = Sequences(offsets, len(case.queries), *longest, x.q.device)
+    call = Call(case.config, sequences, case.config.head_dim**-0.5)
+    leaves = [leaf(y, case.dtype) for y in (q_idx, k_idx)]
+    branch = selected_attention_op(SelectedInputs(q, k, k, ids), call)
+    assert branch.order.any() == (scatter == 0)
+    found = []
+    # Without results last: the first run must not find what another has computed.
+    for results in ((branch.lse, branch.order), ()):
+        inputs = IndexLossInputs(leaves[0], leaves[1], q, k, ids, *results)
+        with tiles_chosen_by(lambda _, tile: tile._replace(rows=16, keys=16)):
+            total, count = run_index_loss(inputs, call, "triton")
+            found.append([total.detach(), count, *torch.autograd.grad(total, leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def sum_of(case: Case, head: Head, function: Any) -> list[torch.Tensor]:

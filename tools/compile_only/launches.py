@@ -19,9 +19,11 @@ from triton.runtime.jit import JITFunction
 import nsa
 from nsa import NativeSparseAttention, NSACache, NSAConfig, combine
 from nsa.ops._backend import as_on_gpu
+from nsa.ops._operator import Call
+from nsa.ops._sequences import open_sequences
 from nsa.ops._triton.kernel import Kernel
 from nsa.ops.embedding import embed
-from nsa.ops.index_loss import index_loss
+from nsa.ops.index_loss import IndexLossInputs, run_index_loss
 from nsa.ops.linear import Linear
 from nsa.ops.statistics import new_statistics
 from nsa.testing import packed_offsets
@@ -66,14 +68,20 @@ def attend(config: NSAConfig, dtype: torch.dtype, longest: int | None) -> None:
 
 
 def train_index(config: NSAConfig, dtype: torch.dtype) -> None:
-    """Launch the loss of two index heads per group, over selected and over all blocks."""
+    """Launch the loss of two index heads per group, over selected and over all blocks.
+
+    Over selected blocks with and without results of the selected branch.
+    """
     num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     q, k = (torch.zeros(64, heads, size, dtype=dtype) for heads in (num_heads, num_kv_heads))
     shapes = (64, 2 * num_kv_heads, 64), (64, num_kv_heads, 64)
     q_idx, k_idx = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     ids = torch.zeros(64, num_kv_heads, config.num_selected_blocks, dtype=torch.int32)
-    for block_indices in (ids, None):
-        total, _ = index_loss(q_idx, k_idx, q, k, block_indices, config)
+    sequences = open_sequences(q, (64,), None, None, None, None, "triton")
+    call = Call(config, sequences, size**-0.5)
+    results = q.new_zeros(q.shape[:2], dtype=torch.float32), ids.new_zeros(ids.numel())
+    for rest in ((ids, *results), (ids,), (None,)):
+        total, _ = run_index_loss(IndexLossInputs(q_idx, k_idx, q, k, *rest), call, "triton")
         torch.autograd.grad(total, [q_idx, k_idx])
 
 

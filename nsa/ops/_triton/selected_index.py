@@ -20,7 +20,8 @@ from torch import Tensor
 
 from nsa.ops import _checks
 from nsa.ops._checks import check_numbers
-from nsa.ops._layout import cdiv, next_power_of_2
+from nsa.ops._layout import always_tiled, cdiv, next_power_of_2
+from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._sequences import Sequences
 from nsa.ops._triton.kernel import Launch
@@ -30,6 +31,7 @@ from nsa.ops._triton.selected_index_kernels import (
     key_kernel,
     list_kernel,
 )
+from nsa.ops._triton.tuning import scatter_of
 
 # Key blocks, or chunks, per program of the index kernels.
 BLOCK = 128
@@ -260,6 +262,19 @@ def new_index(
     if order is None:
         order = block_indices.new_empty(block_indices.numel(), dtype=torch.int32)
     return InverseIndex(key, remote, order, num_blocks, segments, cdiv(num_q, segments), absent)
+
+
+def is_always_tiled(q: Tensor, block_indices: Tensor, call: Call) -> bool:
+    """Whether selected attention runs its tiled algorithm regardless of the selection.
+
+    If not, its inverse index is sorted.
+    """
+    config, sequences = call.config, call.sequences
+    index = q.device.index if q.is_cuda else None
+    size = max(config.head_dim, config.value_dim)
+    scatter = once(lambda: scatter_of("selected_attention_fwd", size, q.element_size(), index))
+    sizes = (config.group_size, block_indices.shape[-1], sequences.len_q, sequences.len_k)
+    return always_tiled(call.algorithm, *sizes, config.block_size, scatter)
 
 
 def chunk_size(num_selections: int) -> int:

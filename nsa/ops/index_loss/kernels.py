@@ -121,6 +121,28 @@ def first_position(order_ptr, r, num_rows, offset, G: tl.constexpr, SLOTS: tl.co
 
 
 @triton.jit
+def first_ranked(
+    chunk, order_ptr, offset, num_init, num_local, G: tl.constexpr, SIZES: tl.constexpr
+):
+    """Step of a chunk with the first row whose query ranks the block, or the number of rows.
+
+    Blocks forced for all queries come from ``num_init``; the selections are sorted by query, so
+    those whose block is one of the ``num_local`` most recent ones are the first.
+    """
+    SLOTS: tl.constexpr = SIZES.HKV * SIZES.N
+    ROWS: tl.constexpr = SIZES.QUERIES
+    count = chunk.count * G
+    ranked_from = (chunk.block + num_local) * SIZES.BLOCK_SIZE
+    begin = tl.where(chunk.block < num_init, count, 0)
+    searching = begin < count
+    while searching:
+        after = first_position(order_ptr, begin + ROWS, count, offset, G, SLOTS)
+        begin += tl.where(after < ranked_from, ROWS, 0)
+        searching = (after < ranked_from) & (begin < count)
+    return begin
+
+
+@triton.jit
 def slope_places(query, key_head, inner, head_kv, slot, SIZES: tl.constexpr):
     """Index in ``[T, Hi, Hkv / Hki * n]`` of slots of KV head ``head_kv`` and an index head."""
     SHARED: tl.constexpr = SIZES.HKV // SIZES.HKI  # KV heads of an index key head
@@ -154,15 +176,19 @@ def index_loss_products_kernel(
     stride_k,
     index_scale,
     softmax_scale,
+    num_init,
+    num_local,
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
     """Write log-sum-exp and largest index product of the visible tokens of selected blocks.
 
     By part, (query, KV head, slot) and head: the log-sum-exp of the scaled products ``[PARTS, T *
     Hkv * n, G]``, the largest scaled index product ``[PARTS, T * Hkv * n, IH]``, and its row of
     keys, same shape. Program (i, p) handles part p of the block of the i-th chunk of selections, in
-    loops over the rows of the chunk (queries by heads).
+    loops over the rows of the chunk (queries by heads). With ``SKIP`` nothing is written for most
+    forced blocks.
     """
     HKV: tl.constexpr = SIZES.HKV
     G: tl.constexpr = SIZES.G
@@ -191,9 +217,12 @@ def index_loss_products_kernel(
         k_head = k_ptr + head_kv * stride_k[1]
         k = load_rows(k_head, key_row, key < num_tokens, stride_k[0], SIZES.D, SIZES.BLOCK_D)
         count = chunk.count * G
-        ahead = load_order(order_ptr, 0, count, first, G, ROWS, True)
-        start = chunk.t
-        for r in tl.range(0, count, ROWS):
+        begin = 0
+        if SKIP:
+            begin = first_ranked(chunk, order_ptr, offset, num_init, num_local, G, SIZES)
+        ahead = load_order(order_ptr, begin, count, first, G, ROWS, True)
+        start = first_position(order_ptr, begin, count, offset, G, SLOTS)
+        for r in tl.range(begin, count, ROWS):
             selection, t = ahead, start
             ahead = load_order(order_ptr, r + ROWS, count, first, G, ROWS, True)
             start = first_position(order_ptr, r + ROWS, count, offset, G, SLOTS)
@@ -208,9 +237,12 @@ def index_loss_products_kernel(
         k_head = k_idx_ptr + key_head * stride_k_idx[1]
         k = load_rows(k_head, key_row, key < num_tokens, stride_k_idx[0], SIZES.DI, SIZES.BLOCK_DI)
         count = chunk.count * IH
-        ahead = load_order(order_ptr, 0, count, first, IH, ROWS, True)
-        start = chunk.t
-        for r in tl.range(0, count, ROWS):
+        begin = 0
+        if SKIP:
+            begin = first_ranked(chunk, order_ptr, offset, num_init, num_local, IH, SIZES)
+        ahead = load_order(order_ptr, begin, count, first, IH, ROWS, True)
+        start = first_position(order_ptr, begin, count, offset, IH, SLOTS)
+        for r in tl.range(begin, count, ROWS):
             selection, t = ahead, start
             ahead = load_order(order_ptr, r + ROWS, count, first, IH, ROWS, True)
             start = first_position(order_ptr, r + ROWS, count, offset, IH, SLOTS)
@@ -235,6 +267,7 @@ def index_loss_kernel(
     mass_ptr,
     largest_ptr,
     token_ptr,
+    lse_ptr,
     lse_idx_ptr,
     loss_ptr,
     count_ptr,
@@ -256,8 +289,9 @@ def index_loss_kernel(
     For each index query head and slot ``[T, Hi, Hkv / Hki * n]``: the gradient of the largest
     scaled product in the block, and the row of its token in the index keys ``[S * Hki, Di]``, -1
     unless the block is ranked. Program (i, h) handles the i-th tile of queries and KV head h.
-    ``block_ptr`` are the key blocks of an inverse index. ``lse_idx_ptr`` is None with one index
-    head per group, for which it cancels.
+    ``block_ptr`` are the key blocks of an inverse index. ``lse_ptr``: log-sum-exp of all selected
+    blocks ``[T, Hq]``, natural; None computes it from their masses. ``lse_idx_ptr`` is None with
+    one index head per group, for which it cancels.
     """
     HKV: tl.constexpr = SIZES.HKV
     G: tl.constexpr = SIZES.G
@@ -280,9 +314,10 @@ def index_loss_kernel(
         present = tl.load(block_ptr + at, mask=inside, other=absent).to(tl.int32) < absent
         ranked = present & (block >= num_init) & (block <= (own - num_local)[:, None])
         head = tl.arange(0, SIZES.BLOCK_G)[None, :, None]
-        there = (head < G) & present[:, None, :]
+        computed = present if lse_ptr is None else ranked
+        there = (head < G) & computed[:, None, :]
         index = tl.arange(0, SIZES.BLOCK_IH)[None, :, None]
-        index_there = (index < IH) & present[:, None, :]
+        index_there = (index < IH) & computed[:, None, :]
         # Masses [Q, BLOCK_G, BLOCK_N], largest products and their tokens [Q, BLOCK_IH, BLOCK_N].
         mass = tl.full(there.shape, -float("inf"), tl.float32)
         largest = tl.full(index_there.shape, -float("inf"), tl.float32)
@@ -297,7 +332,13 @@ def index_loss_kernel(
             largest_at = tl.where(x <= largest, largest_at, x_at)
             largest = larger(x, largest)
         # Target and prediction [Q, BLOCK_N].
-        mass = mass - log_sum(mass, 2)[:, :, None]
+        if lse_ptr is None:
+            mass -= log_sum(mass, 2)[:, :, None]
+        else:
+            lse_at = token[:, None, None] * (HKV * G) + group * G + head
+            lse_ok = (head < G) & (row < num_q)[:, None, None]
+            lse = tl.load(lse_ptr + lse_at, mask=lse_ok, other=0.0) * LOG2_E
+            mass -= tl.where(lse == -float("inf"), 0.0, lse)  # without a visible block
         mass = tl.where(head < G, mass, -float("inf"))
         target = log_softmax(log_sum(mass, 1), ranked)
         if lse_idx_ptr is not None:
@@ -376,6 +417,7 @@ def index_loss_gather_dk_kernel(
     chunk_size,
     stride_q_idx,
     num_init,
+    num_local,
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -401,10 +443,12 @@ def index_loss_gather_dk_kernel(
         key = chunk.block * SIZES.BLOCK_SIZE + inside
         key_row = (first_key + key) * SIZES.HKI + key_head
         dk = tl.zeros([KEYS, BLOCK_DI], tl.float32)
-        # Blocks that are forced for every query are never ranked.
-        count = tl.where(chunk.block < num_init, 0, chunk.count * IH)
+        count = chunk.count * IH
         order_ptr = chunks[0] + chunk.begin
-        for r in tl.range(0, count, ROWS):
+        first_q, num_q = sequence_rows(cu_q_ptr, chunk.sequence, len_q)
+        offset = num_tokens - num_q - first_q
+        begin = first_ranked(chunk, order_ptr, offset, num_init, num_local, IH, SIZES)
+        for r in tl.range(begin, count, ROWS):
             selection = load_order(order_ptr, r, count, chunk.first_selection, IH, ROWS, True)
             rows = locate_rows(selection, r, count, IH, SLOTS, ROWS)
             slot = rows.selection % SIZES.N

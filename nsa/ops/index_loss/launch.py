@@ -16,6 +16,7 @@ from nsa.ops._triton.selected_index import (
     InverseIndex,
     SelectedBlocks,
     chunk_size,
+    is_always_tiled,
     new_index,
 )
 from nsa.ops._triton.token_lse import token_lse
@@ -47,7 +48,7 @@ TILE_KEYS = 16_384
 
 def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
     """Constants of all kernels."""
-    q_idx, k_idx, q, k, block_indices = inputs
+    q_idx, k_idx, q, k, block_indices = inputs[:5]
     block_size, element_size = call.config.block_size, q.element_size()
     group_size, index_heads = q.shape[1] // k.shape[1], q_idx.shape[1] // k_idx.shape[1]
     slots = 0 if block_indices is None else block_indices.shape[-1]
@@ -101,7 +102,7 @@ def options_of(sizes: IndexSizes, element_size: int) -> dict[str, int]:
 
 def read(inputs: IndexLossInputs) -> IndexLossInputs:
     """Check that the kernels can number everything; return the inputs in the layout they read."""
-    q_idx, k_idx, q, k, block_indices = inputs
+    q_idx, k_idx, q, k, block_indices, *rest = inputs
     for x in (q_idx, q):
         check_queries(x)
     for name, x in (("k_idx", k_idx), ("k", k)):
@@ -109,7 +110,7 @@ def read(inputs: IndexLossInputs) -> IndexLossInputs:
     check_numbers("k_idx", k_idx.shape[0] * k_idx.shape[1], "rows (tokens times heads)")
     if block_indices is not None:
         block_indices = block_indices.contiguous()
-    return IndexLossInputs(rows(q_idx), rows(k_idx), rows(q), rows(k), block_indices)
+    return IndexLossInputs(rows(q_idx), rows(k_idx), rows(q), rows(k), block_indices, *rest)
 
 
 def write_lse(
@@ -150,7 +151,8 @@ def forward(
     inputs: IndexLossInputs, call: Call, loss: Tensor, counts: Tensor, state: list[Tensor]
 ) -> None:
     """Write loss and number of ranked blocks ``[T, Hkv]``, and ``state``, see ``new_state``."""
-    q_idx, k_idx, q, k, block_indices = inputs = read(inputs)
+    inputs = read(inputs)
+    q_idx, k_idx, q, k, block_indices = inputs[:5]
     lse_idx: Tensor | None = None
     if q_idx.shape[1] > k_idx.shape[1]:  # with one index head it cancels
         lse_idx = state[-1]
@@ -165,21 +167,24 @@ def forward(
 
 
 def new_chunks(
-    inputs: IndexLossInputs, call: Call, order: Tensor, ranked: Tensor, *, sort: bool
+    inputs: IndexLossInputs, call: Call, order: Tensor, ranked: Tensor, *, fill: bool
 ) -> tuple[InverseIndex, Chunks]:
     """Inverse index of the selected blocks and its chunks.
 
-    With ``sort`` the selections are written to ``order`` and their key blocks to ``ranked``;
-    without it the index has no key blocks by selection.
+    With ``fill`` the selections are written to ``order``, unless the inputs have their order, and
+    their key blocks to ``ranked``; without it the index has no key blocks by selection.
     """
     ids = inputs.block_indices
     assert ids is not None
     block_size, sequences = call.config.block_size, call.sequences
-    index = new_index(ids, sequences, block_size, inputs.k.shape[0], 1, order)
-    if sort:
-        ranked.copy_(index.fill(ids, sequences, block_size, unique=False, sort=True))
+    is_sorted = inputs.order is not None and not is_always_tiled(inputs.q, ids, call)
+    given = inputs.order if is_sorted else order
+    index = new_index(ids, sequences, block_size, inputs.k.shape[0], 1, given)
+    if fill:
+        how = {"unique": inputs.lse is not None, "sort": not is_sorted}
+        ranked.copy_(index.fill(ids, sequences, block_size, **how))
     size = chunk_size(ids.numel())
-    chunks = index.new_chunks(1, min(size, PRODUCT_CHUNK) if sort else size)
+    chunks = index.new_chunks(1, min(size, PRODUCT_CHUNK) if fill else size)
     chunks.fill(ranked)
     return index, chunks
 
@@ -206,17 +211,18 @@ def _selected_forward(
     lse_idx: Tensor | None,
 ) -> None:
     """Write results and state of the loss over selected blocks."""
-    q_idx, k_idx, q, k, block_indices = inputs
+    q_idx, k_idx, q, k, block_indices, lse, _ = inputs
     assert block_indices is not None
     check_numbers("block_indices", block_indices.numel(), "selections")
     slope, row, order, ranked = state[:4]
-    index, chunks = new_chunks(inputs, call, order, ranked, sort=True)
+    index, chunks = new_chunks(inputs, call, order, ranked, fill=True)
 
     def plan() -> tuple[IndexSizes, Launch, Launch]:
         constants = constants_of(inputs, call)
         forced = {key: constants[key] for key in ("num_init", "num_local")}
         named = [key for key in constants if key.startswith("stride") or key.endswith("_scale")]
-        products = {key: constants[key] for key in named}
+        products = {key: constants[key] for key in named} | forced
+        products["SKIP"] = lse is not None
         tile = tile_for("selected_gather_fwd", q, q_idx)
         if q.element_size() == 2 and max(q.shape[2], q_idx.shape[2]) <= 64:
             tile = tile._replace(rows=2 * tile.rows)  # no output needs registers
@@ -240,7 +246,7 @@ def _selected_forward(
     numbers = (*call.sequences.arguments(), q.shape[0])
     where = (index.num_blocks, 0, chunks.segment_rows, chunks.size)
     gather(q_idx, k_idx, q, k, mass, largest, token, chunks.pointers(), *numbers, *where)
-    made = (mass, largest, token, lse_idx, *results, slope, row)
+    made = (mass, largest, token, lse, lse_idx, *results, slope, row)
     loss(block_indices, index.key, *made, *numbers, index.absent)
 
 
@@ -255,7 +261,8 @@ def backward(
         dout: gradient of the sum of the losses, fp32 scalar.
         state: see ``new_state``.
     """
-    q_idx, k_idx, _, _, block_indices = inputs = read(inputs)
+    inputs = read(inputs)
+    q_idx, k_idx, _, _, block_indices = inputs[:5]
     (num_q, num_heads, index_dim), num_key_heads = q_idx.shape, k_idx.shape[1]
     dk = k_idx.new_zeros(k_idx.shape)
     if block_indices is None:
@@ -290,9 +297,9 @@ def _selected_key_gradient(
     dk: Tensor,
 ) -> None:
     """Write the gradient of the index keys if selected blocks are attended to."""
-    q_idx, k_idx, _, _, _ = inputs
+    q_idx, k_idx = inputs[:2]
     slope, row, order, ranked = state[:4]
-    index, chunks = new_chunks(inputs, call, order, ranked, sort=False)
+    index, chunks = new_chunks(inputs, call, order, ranked, fill=False)
     sequences, block_size, index_dim = call.sequences, call.config.block_size, k_idx.shape[2]
 
     def plan() -> tuple[Launch, Launch]:
@@ -305,6 +312,7 @@ def _selected_key_gradient(
             chunks,
             stride_q_idx=q_idx.stride(),
             num_init=call.config.num_init_blocks,
+            num_local=call.config.num_local_blocks,
         )
         grid = (index.num_blocks, sizes.HKI, cdiv(block_size, sizes.KEYS))
         scale = index_dim**-0.5
@@ -322,7 +330,7 @@ def _key_gradient(
     inputs: IndexLossInputs, call: Call, dout: Tensor, state: list[Tensor], dk: Tensor
 ) -> None:
     """Write the gradient of the index keys if all blocks are attended to."""
-    q_idx, k_idx, q, k, _ = inputs
+    q_idx, k_idx, q, k = inputs[:4]
     _, norm, lse, *lse_idx = state
 
     def plan() -> Launch:

@@ -20,11 +20,10 @@ def new_state(inputs: IndexLossInputs, *, is_packed: bool = True) -> list[Tensor
     Packed inputs may have rows that belong to no sequence and are not visited.
 
     Selected blocks: slopes, rows of the index keys, the selections in the order of their key
-    blocks, and these. All
-    blocks: the gradient of the index queries, sums over the blocks, and lse. With several index
-    heads, the last one is their lse of the forced blocks.
+    blocks, and these. All blocks: the gradient of the index queries, sums over the blocks, and lse.
+    With several index heads, the last one is their lse of the forced blocks.
     """
-    q_idx, k_idx, q, k, block_indices = inputs
+    q_idx, k_idx, q, k, block_indices = inputs[:5]
     (num_q, num_heads, index_dim), num_kv_heads = q_idx.shape, k.shape[1]
     index_heads, shared = num_heads // k_idx.shape[1], num_kv_heads // k_idx.shape[1]
     if block_indices is None:

@@ -83,7 +83,7 @@ def index_scores(q_idx: Tensor, k_idx: Tensor, forced: Tensor, call: Call) -> Te
 
 def index_loss_reference(inputs: IndexLossInputs, call: Call) -> IndexLoss:
     """See :func:`nsa.ops.index_loss.index_loss`; inputs are packed and validated."""
-    q_idx, k_idx, q, k, block_indices = inputs
+    q_idx, k_idx, q, k, block_indices = inputs[:5]
     sequences = call.sequences
     attended, forced = blocks_of(block_indices, call.config, sequences)
     row = torch.arange(sequences.max_q, device=q.device)

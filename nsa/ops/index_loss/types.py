@@ -19,6 +19,10 @@ class IndexLossInputs(NamedTuple):
         q: queries of the selected branch ``[T, Hq, D]``.
         k: keys of the selected branch ``[S, Hkv, D]``.
         block_indices: blocks that the selected branch attends to, ``[T, Hkv, n]``; None means all.
+        lse: log-sum-exp of the selected branch ``[T, Hq]``, which spares kernels the forced blocks;
+            no query selects a block twice then.
+        order: order of its inverse index ``[T * Hkv * n]``, if it has been sorted; see
+            :func:`nsa.ops._triton.selected_index.is_always_tiled`.
     """
 
     q_idx: Tensor
@@ -26,6 +30,8 @@ class IndexLossInputs(NamedTuple):
     q: Tensor
     k: Tensor
     block_indices: Tensor | None
+    lse: Tensor | None = None
+    order: Tensor | None = None
 
 
 class IndexLoss(NamedTuple):

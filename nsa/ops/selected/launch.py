@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops._checks import check_keys, check_numbers, check_queries
-from nsa.ops._layout import Gated, Heads, block_of, cdiv, next_power_of_2, rows
+from nsa.ops._layout import MAX_QUERIES, Gated, Heads, block_of, cdiv, next_power_of_2, rows
 from nsa.ops._operator import Call
 from nsa.ops._plan import once
 from nsa.ops._side_stream import fork_join
@@ -23,6 +23,7 @@ from nsa.ops._triton.selected_index import (
     Lists,
     SelectedBlocks,
     chunk_size,
+    is_always_tiled,
     make_lists,
     new_index,
 )
@@ -34,7 +35,7 @@ from nsa.ops.selected.gathered_bwd import (
     selected_reduce_kernel,
 )
 from nsa.ops.selected.tiled import selected_delta_kernel, selected_dq_kernel, selected_fwd_kernel
-from nsa.ops.selected.types import MAX_QUERIES, SelectedInputs, SelectedResults, always_tiled
+from nsa.ops.selected.types import SelectedInputs, SelectedResults
 
 # Average number of partial results per query head that are kept at once.
 MAX_PARTIALS_PER_HEAD = 4
@@ -54,15 +55,6 @@ SUMMED = 4096
 MERGE_ROWS = 2
 MERGE_STEPS = 8
 MERGE_WARPS = 1
-
-
-def is_always_tiled(inputs: SelectedInputs, call: Call) -> bool:
-    """Whether the tiled algorithm runs regardless of the selection."""
-    group_size = inputs.q.shape[1] // inputs.k.shape[1]
-    where = (call.sequences.len_q, call.sequences.len_k, call.config.block_size)
-    scatter = once(lambda: scatter_for("selected_attention_fwd", inputs))
-    n = inputs.block_indices.shape[-1]
-    return always_tiled(call.algorithm, group_size, n, *where, scatter)
 
 
 def scatter_for(kernel: str, inputs: SelectedInputs) -> float:
@@ -185,7 +177,7 @@ def selected_forward(
         results.out.zero_()
         results.lse.fill_(-torch.inf)
         return
-    tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
+    tile_stats = None if is_always_tiled(q, block_indices, call) else results.tile_stats
     if tile_stats is None:
         results.order.zero_()
     tile, used = once(lambda: fitted("selected_attention_fwd", inputs, call))
@@ -325,7 +317,7 @@ def selected_backward(
         for grad in dkv if gated.adds else grads:
             grad.zero_()
         return
-    tile_stats = None if is_always_tiled(inputs, call) else results.tile_stats
+    tile_stats = None if is_always_tiled(q, block_indices, call) else results.tile_stats
     lse = results.lse if gated.gates is None else torch.empty_like(results.lse)
     # lse of the (gated) branch, and row sums of out * dout.
     read = (q, k, v, dout, lse, torch.empty_like(lse))
