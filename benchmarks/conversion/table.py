@@ -77,7 +77,10 @@ def times(rows: list[Row]) -> Iterator[Row]:
 def page(rows: list[Row]) -> str:
     """Page of the rows, in Markdown."""
     first = rows[0]
-    origin = f"{first['model']} on {first['gpu']}, commit {first['commit']}, {first['date'][:10]}."
+    commits = ", ".join(
+        dict.fromkeys(f"{row['commit'][:10]} of {row['date'][:10]}" for row in rows)
+    )
+    origin = f"{first['model']} on {first['gpu']}, commits {commits}."
     names = dict.fromkeys(row["name"] for row in rows)
     cells = [record for name in names for record in quality(rows, name)]
     parts = [f"# Conversion of {first['model']}", QUALITY, origin, lines_of(cells), TIMES]

@@ -110,7 +110,7 @@ def token_lse_kernel(
                 row_max, total = add_tokens(
                     s, key, key < last, t, row_max, total, blocks, BLOCK_SIZE
                 )
-        lse = row_max + tl.log2(total)
+        lse = row_max + tl.log2(tl.where(ok, total, 1.0))
         at = head.to(tl.int64) * num_rows + first_q + row
         tl.store(lse_ptr + at, lse * LN_2 if NATURAL else lse, mask=ok)
 

@@ -45,6 +45,9 @@ SCORED_BYTES = 16_384
 LONG_SPLIT_KEYS = 512
 # Tokens of all sequences in a small step.
 FEW_TOKENS = 2
+# Programs of a branch, two per multiprocessor of an H100 or H200 (close enough elsewhere), and
+# programs that score keys.
+PROGRAMS = SCORED_PROGRAMS = 2 * 132
 
 
 def pattern_of(config: NSAConfig, cache: CacheTensors, queries: int) -> Pattern:
@@ -139,7 +142,7 @@ def _append(
 
 
 def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int) -> Splits:
-    """Choose the number of programs per branch, so that there are two per multiprocessor.
+    """Choose the number of programs per branch.
 
     Args:
         config: the sparse pattern.
@@ -147,8 +150,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
         queries: tokens per sequence in the step.
         most_tokens: upper bound on the tokens of a sequence.
     """
-    programs = 2 * 132  # for an H100 or H200; close enough elsewhere
-    wanted = max(programs // groups, 1)
+    wanted = max(PROGRAMS // groups, 1)
 
     def splits_of(keys: int, wanted: int, limit: int) -> int:
         # Powers of two, so that few kernels are compiled for caches of all sizes.
@@ -160,7 +162,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
         compressed = splits_of(most_tokens // config.compress_stride, wanted, MAX_SPLITS)
     if config.scores_tokens:
         sequences = groups // config.num_kv_heads
-        each = max(programs // (sequences * config.scoring.num_kv_heads), 1)
+        each = max(SCORED_PROGRAMS // (sequences * config.scoring.num_kv_heads), 1)
         each = 1 << (each.bit_length() - 1)
         scored = splits_of(most_tokens, each, MAX_SCORED_SPLITS)
 

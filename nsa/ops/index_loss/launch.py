@@ -38,6 +38,8 @@ from nsa.ops.index_loss.types import IndexLossInputs
 PRODUCT_KEYS = 64
 PRODUCT_BYTES = 16 * 1024
 TILE_ROWS = 64
+# Elements of a tile of several index heads' queries, at most TILE_ROWS for each head.
+TILE_QUERIES = 8192
 # Most selections in a chunk of products.
 PRODUCT_CHUNK = 512
 # Elements of a tile of queries, heads and slots, and per warp; the most warps.
@@ -55,7 +57,9 @@ def sizes_of(inputs: IndexLossInputs, call: Call) -> IndexSizes:
     columns = block_of(q.shape[2]), block_of(q_idx.shape[2])
     index_rows = next_power_of_2(index_heads)
     tile_rows = TILE_ROWS if block_size <= 64 else TILE_ROWS // 2
-    queries = max(16, tile_rows // index_rows if element_size == 2 else 0)
+    most_rows = max(tile_rows, TILE_QUERIES // columns[1] if max(columns) <= 64 else 0)
+    queries = min(tile_rows, most_rows // index_rows)
+    queries = max(16, queries if element_size == 2 else 0)
     most = 2 * PRODUCT_KEYS // element_size
     keys = min(block_size, most, max(PRODUCT_BYTES // (max(columns) * element_size), 16))
     return IndexSizes(
@@ -95,9 +99,10 @@ def constants_of(inputs: IndexLossInputs, call: Call) -> dict[str, Any]:
 def options_of(sizes: IndexSizes, element_size: int) -> dict[str, int]:
     """Launch options of the kernels, more warps for tiles that need many registers."""
     is_large = max(sizes.BLOCK_D, sizes.BLOCK_DI) > 128
+    is_full = sizes.BLOCK_IH > 1 and sizes.QUERIES * sizes.BLOCK_IH * sizes.BLOCK_DI >= TILE_QUERIES
     if is_large or element_size > 2 or sizes.BLOCK_SIZE > 64:
         return {"num_warps": 8, "num_stages": 1 if is_large else 2, "maxnreg": MOST_REGISTERS}
-    return {"num_warps": 4, "num_stages": 2}
+    return {"num_warps": 8 if is_full else 4, "num_stages": 2}
 
 
 def read(inputs: IndexLossInputs) -> IndexLossInputs:
