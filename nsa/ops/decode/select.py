@@ -8,9 +8,11 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
-from nsa.ops.selection.kernels import INFINITE_BITS, block_scores, sorted_ids
+from nsa.ops.selection.kernels import block_scores, ids_of, sorted_ids
 from nsa.ops.selection.token_max import LIMIT
 from nsa.ops.selection.two_stage import LAST_ID
+
+INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -40,7 +42,7 @@ def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLO
     count = N
     for i in tl.static_range(len(COUNTS) // 2 - 1, -1, -1):
         count = tl.where(t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
-    ids = sorted_ids(best, (best >= 0) & (column < count))
+    ids = sorted_ids(ids_of(best), column < count)
     tl.store(out_ptr + column, ids, mask=column < N)
 
 

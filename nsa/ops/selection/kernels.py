@@ -4,9 +4,10 @@ The heads of a group are processed one by one, and their probabilities are accum
 over the compressed keys of a step, so the sum over the group (Eq. 10) costs nothing and G needs no
 padding. The stencil of Eq. 9 is applied once to the sum: a compression block contributes
 ``min(O, R - m)`` of its overlap to the selection block that it starts in and ``max(m + O - R, 0)``
-to the next one, where ``O = l / d``, ``R = l' / d`` and m is its index in the block. The current
-best n are kept sorted as int64 keys with the score in the high and the inverted id in the low bits,
-so that ties go to the lower id; those of a step are found by a bitonic top-k and merged.
+to the next one, where ``O = l / d``, ``R = l' / d`` and m is its index in the block. Forced blocks
+are not ranked. The best others are kept sorted as int64 keys with the score in the high and the
+inverted id in the low bits, so that ties go to the lower id; those of a step are found by a bitonic
+top-k and merged.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator,assignment"
@@ -21,8 +22,6 @@ from nsa.ops._triton.tiles import LOG2_E, VARYING, find_tile, load_rows, sequenc
 from nsa.ops.selection.fp8 import apply_scales, load_scales
 from nsa.ops.selection.two_stage import LAST_ID, kept_columns
 
-INFINITE_BITS = tl.constexpr(0x7F800000)
-
 
 class Scoring(NamedTuple):
     """Sizes of the sparse pattern, as compile-time constants.
@@ -33,6 +32,7 @@ class Scoring(NamedTuple):
         BLOCK_SIZE: tokens of a selection block.
         N: selected blocks per query.
         BLOCK_N: N padded to a power of two.
+        BLOCK_R: blocks of a query that are ranked, those that are not forced, padded likewise.
     """
 
     L: int
@@ -40,6 +40,7 @@ class Scoring(NamedTuple):
     BLOCK_SIZE: int
     N: int
     BLOCK_N: int
+    BLOCK_R: int
 
 
 class QueryBlock(NamedTuple):
@@ -118,7 +119,7 @@ def load_compressed(k_ptr, queries, key, stride_k, HEADS: tl.constexpr):
 def start_ranking(BLOCK_Q: tl.constexpr, SCORING: tl.constexpr):
     """Initial carry and an empty ranking, see ``rank_blocks``."""
     carry = tl.zeros([BLOCK_Q], tl.float32)
-    return carry, tl.full([BLOCK_Q, SCORING.BLOCK_N], -1, tl.int64)
+    return carry, tl.full([BLOCK_Q, SCORING.BLOCK_R], -1, tl.int64)
 
 
 @triton.jit
@@ -159,13 +160,13 @@ def rank_blocks(
     Args:
         p: probabilities ``[BLOCK_Q, BLOCK_J * R]`` of their compressed keys.
         carry: ``[BLOCK_Q]``, see ``block_scores``.
-        best: sorted int64 keys ``[BLOCK_Q, BLOCK_N]``, score in the high bits, inverted id in the
+        best: sorted int64 keys ``[BLOCK_Q, BLOCK_R]``, score in the high bits, inverted id in the
             low bits.
         queries: see ``QueryBlock``.
         key: indices of the compressed keys.
         j0: the first block.
         jj: ``0 .. BLOCK_J``.
-        kept: candidates ``[BLOCK_Q, BLOCK_J]`` in addition to the forced blocks; None means all.
+        kept: candidates ``[BLOCK_Q, BLOCK_J]``; None means all.
         num_init: number of forced first blocks.
         num_local: number of forced recent blocks.
         SCORING: sizes.
@@ -180,43 +181,70 @@ def rank_blocks(
 
 @triton.jit
 def merge_scores(score, best, queries, j0, jj, kept, num_init, num_local, SCORING: tl.constexpr):
-    """Merge blocks with scores ``[BLOCK_Q, BLOCK_J]`` into the ranking, see ``rank_blocks``."""
+    """Merge blocks with scores ``[BLOCK_Q, BLOCK_J]`` into the ranking, see ``rank_blocks``.
+
+    Forced blocks are not ranked.
+    """
     j = (j0 + jj)[None, :]
-    forced = (j < num_init) | (j > queries.current[:, None] - num_local)
-    bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
-    candidate = j <= queries.current[:, None]
+    bits = score.to(tl.int32, bitcast=True).to(tl.int64)
+    candidate = (j >= num_init) & (j <= queries.current[:, None] - num_local)
     if kept is not None:
-        candidate = candidate & (kept | forced)
+        candidate = candidate & kept
     ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
-    step_best = tl.topk(ranked, SCORING.BLOCK_N, dim=1)
+    step_best = tl.topk(ranked, SCORING.BLOCK_R, dim=1)
     merged = tl.maximum(best, tl.flip(step_best, 1))
     return tl.bitonic_merge(merged, dim=1, descending=True)
 
 
 @triton.jit
-def sorted_ids(best, selected):
-    """Ids of each row's selected blocks, ascending, padded with -1; see ``rank_blocks``."""
-    ids = tl.where(selected, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
-    ids = tl.sort(ids, dim=1)
+def ids_of(best):
+    """Block ids of a ranking, ``LAST_ID`` where there is none; see ``rank_blocks``."""
+    return tl.where(best >= 0, (best & LAST_ID) * -1 + LAST_ID, LAST_ID).to(tl.int32)
+
+
+@triton.jit
+def sorted_ids(ids, selected):
+    """Each row's selected ids, ascending, padded with -1."""
+    ids = tl.sort(tl.where(selected, ids, LAST_ID), dim=1)
     return tl.where(ids == LAST_ID, -1, ids)
 
 
 @triton.jit
 def store_selection(
-    out_ptr, best, queries, head_kv, HKV: tl.constexpr, SCORING: tl.constexpr, COUNTS: tl.constexpr
+    out_ptr,
+    best,
+    queries,
+    head_kv,
+    num_init,
+    num_local,
+    HKV: tl.constexpr,
+    SCORING: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):
-    """Store the best blocks, ascending, padded with -1.
+    """Store the forced and the best blocks, ascending, padded with -1.
 
     ``COUNTS`` is a flat tuple ``(length, n, length, n ..)``: a query selects n blocks of the first
     pair with position < length.
     """
     N: tl.constexpr = SCORING.N
     ROWS: tl.constexpr = len(COUNTS) // 2
+    BLOCK_R: tl.constexpr = SCORING.BLOCK_R
     column = tl.arange(0, SCORING.BLOCK_N)[None, :]
+    current = queries.current[:, None]
     count = tl.full([best.shape[0]], N, tl.int32)
     for i in tl.static_range(ROWS - 1, -1, -1):
         count = tl.where(queries.t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
-    ids = sorted_ids(best, (best >= 0) & (column < count[:, None]))
+    # The last columns have the forced blocks, the first ones the best.
+    number = column - (N - num_init - num_local)
+    local = current - num_local + 1 + number - num_init
+    forced = tl.where(number < num_init, number, tl.where(local >= num_init, local, LAST_ID))
+    ids = ids_of(best)
+    if BLOCK_R < SCORING.BLOCK_N:
+        place = tl.minimum(column, BLOCK_R - 1)
+        ids = tl.gather(ids, tl.broadcast_to(place, (best.shape[0], SCORING.BLOCK_N)), 1)
+    ids = tl.where(number < 0, ids, tl.where(forced <= current, forced, LAST_ID))
+    selected = (number >= 0) | (column < count[:, None] - num_init - num_local)
+    ids = sorted_ids(ids, selected & (column < N))
     row = (queries.token * HKV + head_kv) * N
     tl.store(out_ptr + row[:, None] + column, ids, mask=queries.ok[:, None] & (column < N))
 
@@ -346,4 +374,4 @@ def select_kernel(
                 carry, best = rank_blocks(
                     p, carry, best, queries, key, j0, jj, kept_here, num_init, num_local, SCORING
                 )
-        store_selection(out_ptr, best, queries, head_kv, HKV, SCORING, COUNTS)
+        store_selection(out_ptr, best, queries, head_kv, num_init, num_local, HKV, SCORING, COUNTS)

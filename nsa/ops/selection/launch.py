@@ -64,6 +64,12 @@ class Selection:
     precision: str = "exact"
     factor: int = 0
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Padded numbers of selected and of ranked blocks, which are not forced."""
+        ranked = max(next_power_of_2(self.num_blocks - self.num_init - self.num_local), 2)
+        return max(next_power_of_2(self.num_blocks), ranked), ranked
+
     @classmethod
     def of(cls, config: NSAConfig) -> Selection:
         """Selection rules of a pattern; with two stages, those of the second."""
@@ -90,7 +96,7 @@ def fitted(tile: Tile, selection: Selection, keys: KeyRange, two_stages: bool) -
 
     Fewer queries, and more warps, keep the scores of a step in registers.
     """
-    step = max(tile.keys, next_power_of_2(selection.num_blocks))
+    step = max(tile.keys, selection.widths[1])
     # Scores per query; tiles are measured with USUAL_KEYS compressed keys per block.
     scores = step * -(-selection.block_size // keys.stride)
     if two_stages:
@@ -181,7 +187,7 @@ def _select_by_token(q: Tensor, k: Tensor, out: Tensor, keys: KeyRange, config: 
 
     def plans() -> tuple[Launch, Launch]:
         tile = tile_for("select_token_max", q, k)
-        step = max(tile.keys, next_power_of_2(selection.num_blocks))
+        step = max(tile.keys, selection.widths[1])
         # The scores and the ranking of a step stay in registers.
         num_rows = max(16, min(tile.rows, STEP_SCORES // step))
         if num_rows < tile.rows:  # each warp has as many rows, and needs more registers for scores
@@ -231,8 +237,7 @@ def _select_at_random(out: Tensor, call: Call) -> None:
 
     def plan() -> Launch:
         selection, size = Selection.of(call.config), call.config.block_size
-        width = next_power_of_2(selection.num_blocks)
-        step = max(width, RANDOM_BLOCKS)
+        step = max(selection.widths[1], RANDOM_BLOCKS)
         rows = max(16, STEP_SCORES // step)
         tiles = call.sequences.num_tiles(out.shape[0], rows, call.sequences.len_q)
         return Launch(
@@ -241,7 +246,7 @@ def _select_at_random(out: Tensor, call: Call) -> None:
             num_init=selection.num_init,
             num_local=selection.num_local,
             HKV=out.shape[1],
-            SCORING=Scoring(1, 1, size, selection.num_blocks, width),
+            SCORING=Scoring(1, 1, size, selection.num_blocks, *selection.widths),
             COUNTS=selection.counts,
             BLOCK_Q=rows,
             BLOCK_J=step,
@@ -262,7 +267,6 @@ def constants_of(
     if group_size * block_d * q.element_size() > KEPT_BYTES:
         tile = tile._replace(keep_queries=False)
     num_blocks, block_size = selection.num_blocks, selection.block_size
-    width = next_power_of_2(num_blocks)
     return {
         "stride_q": q.stride(),
         "stride_k": k.stride(),
@@ -270,7 +274,7 @@ def constants_of(
         "num_init": selection.num_init,
         "num_local": selection.num_local,
         "HEADS": Heads(num_heads, group_size, head_dim, head_dim, block_d, block_d),
-        "SCORING": Scoring(keys.size, keys.stride, block_size, num_blocks, width),
+        "SCORING": Scoring(keys.size, keys.stride, block_size, num_blocks, *selection.widths),
         "COUNTS": selection.counts,
         "TILE": tile,
         **tile.launch_options(),
