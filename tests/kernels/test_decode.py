@@ -254,8 +254,8 @@ def test_fp8_selects_as_a_full_pass_does(changes: dict[str, Any]):
 def test_selection_in_chunks(ranked, scores, change):
     """Programs of 15 or 31 blocks each, whose best are merged; most have none of a short one."""
     change(MAX_RANKED=ranked)
-    table = {"num_selected_blocks": 6, "num_selected_blocks_table": ((-1, 240, 5),)}
-    check(case_of({**ONE_KV_HEAD, **table, "scores": scores}, (14, 238, 511), 3))
+    table = {"num_selected_blocks": 12, "num_selected_blocks_table": ((-1, 240, 9),)}
+    check(case_of({**ONE_KV_HEAD, **table, "scores": scores}, (14, 238, 695), 3))
 
 
 @pytest.mark.parametrize(("ranked", "scores"), [(16, "token_max"), (1024, "compressed")])

@@ -173,8 +173,8 @@ keep_encoded_descriptors()
 # Programmatic dependent launch: a kernel starts while the previous one is still running. Used in
 # decode steps from compute capability 9.0 on. All programs of such a kernel must wait before they
 # access anything that another kernel of the stream writes or may still read. The next kernel waits
-# only for this one, and thereby for all earlier ones. Rows that earlier steps cached are written by
-# no kernel of this step, whose first kernel starts after the earlier steps have ended.
+# only for this one, and thereby for all earlier ones. The scan of a step reads rows that earlier
+# steps cached before it waits: the append before it lets it start only after its own wait.
 #
 # Programs that start early are distributed unevenly over the multiprocessors. This slows down
 # memory-bound kernels, so they use it only in the smallest steps.

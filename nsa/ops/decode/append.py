@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops._plan import Constants
-from nsa.ops._triton.kernel import kernel, wait_for_inputs
+from nsa.ops._triton.kernel import kernel, let_next_start, wait_for_inputs
 from nsa.ops._triton.tiles import load_fp32, partner_column, rotation
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, compressed_rows, page_rows
 
@@ -161,7 +161,9 @@ def decode_append_kernel(
 
     ``lengths_ptr`` contains the number of tokens of each sequence cached before the step.
     """
-    wait_for_inputs()
+    # The scan reads before it waits what this kernel waits for.
+    wait_for_inputs(AT_ONCE=False)
+    let_next_start()
     b = tl.program_id(0)
     head = tl.program_id(1)
     cached = tl.load(lengths_ptr + b)

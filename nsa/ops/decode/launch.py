@@ -19,6 +19,7 @@ from nsa.ops.decode.layout import Pattern, Splits
 from nsa.ops.decode.merge import decode_merge_kernel
 from nsa.ops.decode.scan import decode_scan_kernel
 from nsa.ops.decode.select import decode_select_kernel
+from nsa.ops.selection.kernels import Scoring
 from nsa.ops.selection.launch import Selection
 from nsa.rope import Rope, frequency_table
 
@@ -35,8 +36,6 @@ MAX_SCORES = 4096
 MAX_BLOCKS, MAX_HEADS = 2048, 16
 MAX_RANKED = 256
 MAX_SPLITS = 64
-# Maximum number of splits of scored keys if few sequences would leave multiprocessors idle.
-MAX_SCORED_SPLITS = 512
 SPLIT_KEYS = 128
 # Bytes of scored keys per step.
 SCORED_BYTES = 16_384
@@ -164,7 +163,7 @@ def choose_splits(config: NSAConfig, groups: int, queries: int, most_tokens: int
         sequences = groups // config.num_kv_heads
         each = max(SCORED_PROGRAMS // (sequences * config.scoring.num_kv_heads), 1)
         each = 1 << (each.bit_length() - 1)
-        scored = splits_of(most_tokens, each, MAX_SCORED_SPLITS)
+        scored = splits_of(most_tokens, each, SCORED_PROGRAMS)
 
     win = max(wanted // len(config.branches), 1)
     win = min(win, MAX_SPLITS, cdiv(config.window_size + queries - 1, STEP_KEYS))
@@ -407,13 +406,12 @@ def _plan_select(
     selection, most_blocks = Selection.of(config), cache.table.shape[1]
     heads, splits = constants["HEADS"], constants["SPLITS"]
     group, scored = (next_power_of_2(x.group_size) for x in (config, config.scoring))
-    block_k = next_power_of_2(selection.num_blocks)
     # A single warp sorts fastest as long as the data fits in its registers.
     is_large = most_blocks > MAX_BLOCKS or scored > MAX_HEADS
     scores = MAX_SCORES * (2 if is_large else 1)
     ranked = scores // (scored * _scores_per_block(config, splits))
     block_j = min(next_power_of_2(most_blocks + 1), next_power_of_2(ranked), MAX_RANKED)
-    block_j = max(block_j, block_k, 16)
+    block_j = max(block_j, selection.widths[1], 16)
     chunks = cdiv(most_blocks, block_j - 1)
     block_o = next_power_of_2(max(splits.cmp, splits.win, 1))
     block_o = max(min(block_o, MAX_OUTPUTS // heads.BLOCK_DV), 1)
@@ -422,15 +420,15 @@ def _plan_select(
         decode_select_kernel,
         (programs, chunks + cdiv(config.group_size, block_h)),
         **constants,
+        SCORING=Scoring(1, 1, config.block_size, selection.num_blocks, *selection.widths),
         COUNTS=selection.counts,
         BLOCK_G=scored,
         BLOCK_S=next_power_of_2(splits.scored or splits.cmp),
         BLOCK_J=block_j,
-        BLOCK_K=block_k,
         BLOCK_CHUNKS=next_power_of_2(chunks),
         BLOCK_H=block_h,
         BLOCK_O=block_o,
         num_warps=4 if is_large else 1,
         launch_pdl=starts_early(cache.table),
     )
-    return (programs if chunks > 1 else 0, chunks, block_k), launch
+    return (programs if chunks > 1 else 0, chunks, selection.widths[1]), launch

@@ -8,11 +8,9 @@ import triton.language as tl
 from nsa.ops._triton.kernel import kernel, wait_for_inputs
 from nsa.ops._triton.tiles import LOG2_E, store_rows
 from nsa.ops.decode.layout import CAPACITIES, complete_blocks, gated_sum, is_last, query_rows
-from nsa.ops.selection.kernels import block_scores, ids_of, sorted_ids
+from nsa.ops.selection.kernels import QueryBlock, block_scores, store_selection
 from nsa.ops.selection.token_max import LIMIT
 from nsa.ops.selection.two_stage import LAST_ID
-
-INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -30,20 +28,6 @@ def merged_lse(lse_ptr, share, row, ok, P: tl.constexpr, NUM: tl.constexpr, BLOC
     shift = tl.where(none, 0.0, largest)
     total = tl.where(none, 1.0, tl.sum(tl.exp2(lse - shift[:, None]), 1))
     return tl.where(none, float("inf"), shift + tl.log2(total))
-
-
-@triton.jit
-def store_selection(out_ptr, best, t, COUNTS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Store the best blocks ``[1, BLOCK_K]`` of a query at position t, ascending, padded with -1.
-
-    ``COUNTS`` as in ``nsa.ops.selection.kernels.store_selection``.
-    """
-    column = tl.arange(0, BLOCK_K)[None, :]
-    count = N
-    for i in tl.static_range(len(COUNTS) // 2 - 1, -1, -1):
-        count = tl.where(t < COUNTS[2 * i], COUNTS[2 * i + 1], count)
-    ids = sorted_ids(ids_of(best), column < count)
-    tl.store(out_ptr + column, ids, mask=column < N)
 
 
 @kernel(do_not_specialize=CAPACITIES)
@@ -67,12 +51,12 @@ def decode_select_kernel(
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     S: tl.constexpr,
+    SCORING: tl.constexpr,
     COUNTS: tl.constexpr,
     HAS_CMP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -81,7 +65,7 @@ def decode_select_kernel(
 
     Program (i, c) handles KV head and query i over all sequences, and the c-th ``BLOCK_J - 1``
     blocks. The last program of a query to arrive merges the best blocks of all, int64
-    ``[B * Hkv * T, chunks, BLOCK_K]``, with the score in the high and the inverted id in the low
+    ``[B * Hkv * T, chunks, BLOCK_R]``, with the score in the high and the inverted id in the low
     bits.
 
     Programs with ``c >= chunks`` merge the compressed branch and the window of ``BLOCK_H`` heads
@@ -128,25 +112,28 @@ def decode_select_kernel(
         score = block_scores(p, nothing, jj, 1, BLOCK_J, R, O)[0]
         j = (j0 + jj)[None, :]
         current = t // P.BLOCK_SIZE
-        forced = (j < num_init) | (j > current - num_local)
-        bits = tl.where(forced, INFINITE_BITS, score.to(tl.int32, bitcast=True)).to(tl.int64)
-        candidate = (jj > 0)[None, :] & (j <= current)
+        bits = score.to(tl.int32, bitcast=True).to(tl.int64)
+        candidate = (jj > 0)[None, :] & (j >= num_init) & (j <= current - num_local)
         ranked = tl.where(candidate, (bits << 32) | (j * -1 + LAST_ID).to(tl.int64), -1)
-        best = tl.topk(ranked, BLOCK_K, dim=1)  # [1, BLOCK_K]
-        token = group // P.HKV * P.QUERIES + query
-        out_row = out_ptr + (token * P.HKV + group % P.HKV) * P.N
+        BLOCK_R: tl.constexpr = SCORING.BLOCK_R
+        best = tl.topk(ranked, BLOCK_R, dim=1)  # [1, BLOCK_R]
+        one = tl.full([1], 1, tl.int32)
+        token = (group // P.HKV * P.QUERIES + query) * one.to(tl.int64)
+        row = QueryBlock(token, one > 0, t * one, current * one, 0, t, t, 0, 0)
+        where = (group % P.HKV, num_init, num_local)
         if BLOCK_CHUNKS == 1:
-            store_selection(out_row, best, t, COUNTS, P.N, BLOCK_K)
+            store_selection(out_ptr, best, row, where, P.HKV, SCORING, COUNTS)
         else:
-            place = best_ptr + tl.program_id(0) * (chunks * BLOCK_K)
-            column = tl.arange(0, BLOCK_K)[None, :]
-            tl.store(place + chunk * BLOCK_K + column, best)
+            place = best_ptr + tl.program_id(0) * (chunks * BLOCK_R)
+            column = tl.arange(0, BLOCK_R)[None, :]
+            tl.store(place + chunk * BLOCK_R + column, best)
             if is_last(counter_ptr + tl.program_id(0), chunks):
-                i = tl.arange(0, BLOCK_CHUNKS * BLOCK_K)[None, :]
+                i = tl.arange(0, BLOCK_CHUNKS * BLOCK_R)[None, :]
                 found = tl.load(
-                    place + i, mask=i < chunks * BLOCK_K, other=-1, cache_modifier=".cg"
+                    place + i, mask=i < chunks * BLOCK_R, other=-1, cache_modifier=".cg"
                 )
-                store_selection(out_row, tl.topk(found, BLOCK_K, dim=1), t, COUNTS, P.N, BLOCK_K)
+                best = tl.topk(found, BLOCK_R, dim=1)
+                store_selection(out_ptr, best, row, where, P.HKV, SCORING, COUNTS)
     else:
         g = (tl.program_id(1) - chunks) * BLOCK_H + tl.arange(0, BLOCK_H)
         row_g = query * P.G + g

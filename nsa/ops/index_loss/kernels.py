@@ -107,9 +107,9 @@ def add_logs(a, b):
 def log_mass(s, scale):
     """Logarithm, base 2, of the sum of the powers of ``s [M, N] * scale``, ``[M]``."""
     largest = tl.max(s, 1)
-    none = largest == -float("inf")
-    shift = tl.where(none, 0.0, largest) * scale
+    shift = tl.where(largest == -float("inf"), 0.0, largest) * scale
     total = tl.sum(tl.exp2(s * scale - shift[:, None]), 1)
+    none = total == 0  # false for NaN, which must be seen
     return tl.where(none, -float("inf"), shift + tl.log2(tl.where(none, 1.0, total)))
 
 

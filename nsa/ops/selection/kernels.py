@@ -214,18 +214,18 @@ def store_selection(
     out_ptr,
     best,
     queries,
-    head_kv,
-    num_init,
-    num_local,
+    where,
     HKV: tl.constexpr,
     SCORING: tl.constexpr,
     COUNTS: tl.constexpr,
 ):
     """Store the forced and the best blocks, ascending, padded with -1.
 
+    ``where``: KV head, and numbers of forced first and recent blocks.
     ``COUNTS`` is a flat tuple ``(length, n, length, n ..)``: a query selects n blocks of the first
     pair with position < length.
     """
+    head_kv, num_init, num_local = where
     N: tl.constexpr = SCORING.N
     ROWS: tl.constexpr = len(COUNTS) // 2
     BLOCK_R: tl.constexpr = SCORING.BLOCK_R
@@ -374,4 +374,5 @@ def select_kernel(
                 carry, best = rank_blocks(
                     p, carry, best, queries, key, j0, jj, kept_here, num_init, num_local, SCORING
                 )
-        store_selection(out_ptr, best, queries, head_kv, num_init, num_local, HKV, SCORING, COUNTS)
+        where = (head_kv, num_init, num_local)
+        store_selection(out_ptr, best, queries, where, HKV, SCORING, COUNTS)

@@ -53,4 +53,5 @@ def select_random_kernel(
         for j0 in tl.range(0, queries.t_last // SCORING.BLOCK_SIZE + 1, BLOCK_J):
             score = random_scores(queries.t, head_kv, j0 + jj, HKV)
             best = merge_scores(score, best, queries, j0, jj, None, num_init, num_local, SCORING)
-        store_selection(out_ptr, best, queries, head_kv, num_init, num_local, HKV, SCORING, COUNTS)
+        where = (head_kv, num_init, num_local)
+        store_selection(out_ptr, best, queries, where, HKV, SCORING, COUNTS)

@@ -186,4 +186,5 @@ def select_token_max_kernel(
                 score = tl.where(here, p[:, None, :], score)
             score = score.reshape(BLOCK_Q, BLOCK_J)
             best = merge_scores(score, best, queries, j0, jj, None, num_init, num_local, SCORING)
-        store_selection(out_ptr, best, queries, head_kv, num_init, num_local, HKV, SCORING, COUNTS)
+        where = (head_kv, num_init, num_local)
+        store_selection(out_ptr, best, queries, where, HKV, SCORING, COUNTS)
