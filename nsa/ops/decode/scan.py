@@ -138,22 +138,31 @@ def scored_step(
     k,
     start,
     end,
-    q,
-    low_q,
-    q_scale,
     state,
-    query,
-    scores_ptr,
-    at,
-    most_blocks,
+    queries,
+    scores,
     scale,
     forced_blocks,
     BLOCK_SIZE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Add the keys ``k [N, D]`` from ``start`` on to the state of ``scored_split``."""
+    """Add the keys ``k [N, D]`` from ``start`` on to the state of ``scored_split``.
+
+    Args:
+        k: the keys.
+        start: position of the first key.
+        end: end of the program's share.
+        state: maximum and sum of the forced tokens, and largest products of a block so far.
+        queries: rows, rounded rows and their scales, whether they exist, and their positions.
+        scores: memory of the scores, row of each query there, and elements of a row.
+        scale: factor on the products, base 2.
+        forced_blocks: numbers of forced first and most recent blocks.
+        BLOCK_SIZE: tokens of a block.
+        FP8: whether scores are products of rounded rows.
+    """
     row_max, total, largest = state
-    _, ok, t = query
+    q, low_q, q_scale, ok, t = queries
+    scores_ptr, at, most_blocks = scores
     BLOCK_N: tl.constexpr = k.shape[0]
     PER: tl.constexpr = largest.shape[1]
     key = start + tl.arange(0, BLOCK_N)
@@ -222,7 +231,9 @@ def scored_split(
     low_q, q_scale = q, 0.0
     if FP8:
         low_q, q_scale = round_rows(q, 1)
+    queries = (q, low_q, q_scale, ok, t)
     group = (b * P.HKV + head).to(tl.int64) * (P.QUERIES * P.G) + row
+    scores = (scores_ptr, group, most_blocks)
     state = (
         tl.full([q.shape[0]], -1e30, tl.float32),
         tl.zeros([q.shape[0]], tl.float32),
@@ -232,21 +243,7 @@ def scored_split(
     # Page lookups run one step ahead, so that loads of keys can be pipelined.
     at = page_rows(table_ptr, b, table_width, key, key < end, BLOCK_SIZE) * P.HKV + head
     state = scored_step(
-        k,
-        begin,
-        end,
-        q,
-        low_q,
-        q_scale,
-        state,
-        (row, ok, t),
-        scores_ptr,
-        group,
-        most_blocks,
-        scale,
-        forced_blocks,
-        BLOCK_SIZE,
-        FP8,
+        k, begin, end, state, queries, scores, scale, forced_blocks, BLOCK_SIZE, FP8
     )
     for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -254,21 +251,7 @@ def scored_split(
         next_row = page_rows(table_ptr, b, table_width, ahead, ahead < end, BLOCK_SIZE)
         k = load_rows(k_ptr, at, key < end, D, D, HEADS.BLOCK_D)
         state = scored_step(
-            k,
-            start,
-            end,
-            q,
-            low_q,
-            q_scale,
-            state,
-            (row, ok, t),
-            scores_ptr,
-            group,
-            most_blocks,
-            scale,
-            forced_blocks,
-            BLOCK_SIZE,
-            FP8,
+            k, start, end, state, queries, scores, scale, forced_blocks, BLOCK_SIZE, FP8
         )
         at = next_row * P.HKV + head
     if tl.program_id(2) == 0:
